@@ -1,0 +1,66 @@
+"""``hybrid-pack convert``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hybrid_pack.cli.options import BYTES, LAYERS
+from hybrid_pack.cli.progress import ByteProgress
+from hybrid_pack.cli.source import local_source
+
+
+@click.command()
+@click.argument("src")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder of the pack.")
+@click.option("--tp", default=1, show_default=True, help="Tensor-parallel size.")
+@click.option("--ep", default=1, show_default=True, help="Expert-parallel size.")
+@click.option(
+    "--bit-map", type=click.Path(path_type=Path), help="JSON file with the bit map, if SRC's own is absent or wrong."
+)
+@click.option("--layers", type=LAYERS, help="Pack only these layers, such as 3-5,78.")
+@click.option("--workers", type=int, help="Threads; by default two a core.")
+@click.option("--max-ram", type=BYTES, help="Limit on memory, such as 1GiB; fewer workers are used to keep it.")
+@click.option("--resume", is_flag=True, help="Go on with an unfinished conversion; finished files are kept.")
+@click.option("--overwrite", is_flag=True, help="Replace the pack or unfinished conversion that is there.")
+@click.option(
+    "--on-scale-mismatch",
+    type=click.Choice(["refuse", "requantize"]),
+    default="refuse",
+    show_default=True,
+    help="Gate and up with second-level scales that are no power of two apart.",
+)
+@click.option("--dry-run", is_flag=True, help="Print the plan, from headers only, and stop.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of tables.")
+def command(
+    src: str, out: Path, tp: int, ep: int, layers: tuple[int, ...] | None, dry_run: bool, as_json: bool, **options: Any
+) -> None:
+    """Write a pack from a hybrid checkpoint.
+
+    SRC is a checkpoint folder or a Hub id (org/name[@revision]).
+    """
+    from hybrid_pack.cli import tables
+    from hybrid_pack.convert import convert, resources
+    from hybrid_pack.io.checkpoint import open_checkpoint
+    from hybrid_pack.plan import make_plan
+    from hybrid_pack.sharding import Topology
+
+    root, name = local_source(src)
+    checkpoint = open_checkpoint(root, bit_map_file=options.pop("bit_map"), name=name)
+    plan = make_plan(checkpoint, Topology(tp, ep), layers)
+    needs = resources(plan, out, options["workers"], options["max_ram"])
+    if dry_run:
+        click.echo(
+            json.dumps(tables.plan_json(plan, needs), indent=1) if as_json else tables.plan_text(plan, needs, out)
+        )
+        return
+    for note in plan.notes:
+        click.echo(f"note: {note}", err=True)
+    with ByteProgress("convert", quiet=as_json) as progress:
+        done = convert(plan, out, progress=progress, **options)
+    click.echo(
+        json.dumps(tables.conversion_json(done, out), indent=1) if as_json else tables.conversion_text(done, plan, out)
+    )

@@ -1,0 +1,91 @@
+"""``hybrid-pack``: the group of commands, and the one place where errors become a line and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+
+import click
+
+from hybrid_pack._version import __version__
+from hybrid_pack.errors import EnvironmentFailure, HybridPackError
+
+COMMANDS = {
+    "convert": "Write a pack from a hybrid checkpoint.",
+    "verify": "Prove a pack, alone or against its source.",
+    "inspect": "Show a checkpoint or a pack from its headers.",
+}
+"""Name and help of each command; its module is imported only when it runs."""
+
+INTERRUPTED = 130
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module when it is called, so that ``--help`` is quick."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of a name."""
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"hybrid_pack.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The table, without importing anything."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="hybrid-pack")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.pass_context
+def cli(ctx: click.Context, debug: bool) -> None:
+    """Convert mixed-precision MoE checkpoints, once and offline, into per-rank shards for the serving kernel.
+
+    Exit codes: 0 done, 1 the data is wrong, 2 usage, 3 the environment failed (disk full, permission, ...).
+    """
+    ctx.obj = debug
+
+
+def _fail(error: BaseException, line: str, code: int) -> int:
+    if "--debug" in sys.argv:
+        traceback.print_exception(error)
+    click.echo(f"hybrid-pack: {line}", err=True)
+    return code
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        result = cli.main(arguments, prog_name="hybrid-pack", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except HybridPackError as error:
+        return _fail(error, str(error), error.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return 2
+    except click.ClickException as error:
+        at = f"{error.ctx.command_path}: " if isinstance(error, click.UsageError) and error.ctx else ""
+        return _fail(error, f"{at}{error.format_message()} (see --help)", 2)
+    except (KeyboardInterrupt, click.Abort) as error:
+        return _fail(error, "interrupted; finished files are kept for --resume", INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EnvironmentFailure.exit_code
+    except MemoryError as error:
+        return _fail(error, "out of memory; try fewer --workers", EnvironmentFailure.exit_code)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(error, f"{where}{error.strerror or error}", EnvironmentFailure.exit_code)
+
+
+def main() -> None:
+    """Entry point."""
+    sys.exit(run())

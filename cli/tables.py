@@ -1,0 +1,192 @@
+"""Text and JSON of plans, conversions and inspections."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybrid_pack.cli.progress import size
+from hybrid_pack.convert import Conversion, Resources
+from hybrid_pack.inspection import Inspection, LayerView, inspect_checkpoint
+from hybrid_pack.plan import Plan
+from hybrid_pack.schemas.manifest import Report
+
+MAP_COLUMNS = 64
+SHADES = "·░▒▓█"
+NUMBER = re.compile(r"-|[\d.,]+( [kMGT]?B)?")
+
+
+def table(rows: Iterable[Sequence[object]], indent: str = "  ") -> str:
+    """Rows in aligned columns; a column of nothing but numbers and sizes under its head is put to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    columns = range(max(map(len, cells)))
+    widths = [max(len(row[i]) for row in cells if i < len(row)) for i in columns]
+    numeric = [i > 0 and all(NUMBER.fullmatch(row[i]) for row in cells[1:] if i < len(row)) for i in columns]
+    lines = (
+        "  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=False))
+        for row in cells
+    )
+    return "\n".join(f"{indent}{line}".rstrip() for line in lines)
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """``3-77, 80`` for ascending numbers."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
+
+
+def tier_map(layers: Sequence[LayerView], num_experts: int) -> str:
+    """A line for each layer; a cell is one or more neighbouring experts, darker where more of them are kept."""
+    each = -(-num_experts // MAP_COLUMNS)
+    lines = []
+    for view in layers:
+        kept = set(view.kept)
+        cells = []
+        for first in range(0, num_experts, each):
+            group = range(first, min(first + each, num_experts))
+            share = sum(e in kept for e in group) / len(group)
+            cells.append(SHADES[0] if share == 0 else SHADES[max(1, round(share * 4))])
+        split = f"{len(view.kept)} {view.kept_format} + {len(view.tail)} NF3" if view.kept else f"{len(view.tail)} NF3"
+        lines.append(f"  {view.layer:>3} {''.join(cells)} {split}")
+    legend = f"a cell is {each} experts" if each > 1 else "a cell is one expert"
+    return "\n".join([f"tier map ({legend}; {SHADES[0]} all tail, {SHADES[4]} all kept)", *lines])
+
+
+def inspection_text(view: Inspection, *, with_map: bool = True) -> str:
+    """The whole of ``inspect``."""
+    rows: list[Sequence[object]] = [
+        (view.kind, view.name),
+        ("model", f"{view.model_type}, activation {view.activation}"),
+        (
+            "geometry",
+            f"hidden {view.hidden}, intermediate {view.intermediate}, {view.num_experts} experts, top-{view.top_k}",
+        ),
+        ("layers", f"{len(view.layers)} packed: {spans(v.layer for v in view.layers)}"),
+        ("experts", ", ".join(f"{count} {kind}" for kind, count in view.expert_formats.items())),
+        ("base", "; ".join(f"{kind}: {n} tensors, {size(b)}" for kind, (n, b) in view.base_dtypes.items()) or "none"),
+        ("base matrices", view.base_dialect),
+        ("size", size(view.file_bytes)),
+    ]
+    parts = [table(rows, "")]
+    sizes: list[Sequence[object]] = [("tp", "kept/rank", "tail/rank", "experts/rank", "tiles or reason")]
+    for t in view.topologies:
+        if t.kept_bytes is None or t.tail_bytes is None:
+            sizes.append((t.tp, "-", "-", "-", t.why_not or ""))
+        else:
+            tiles = "x".join(map(str, t.tiles or ()))
+            sizes.append((t.tp, size(t.kept_bytes), size(t.tail_bytes), size(t.kept_bytes + t.tail_bytes), tiles))
+    parts.append(table(sizes))
+    if view.kind == "checkpoint":
+        legal = (
+            f"legal sizes: tp {', '.join(map(str, view.legal_tp)) or 'none'}; ep {', '.join(map(str, view.legal_ep))}"
+        )
+        parts.append(legal)
+    if with_map and view.layers:
+        parts.append(tier_map(view.layers, view.num_experts))
+    parts += [f"note: {note}" for note in view.notes]
+    return "\n\n".join(parts)
+
+
+def _rank_rows(plan: Plan) -> list[Sequence[object]]:
+    rows: list[Sequence[object]] = [("rank", "kept", "tail", "experts")]
+    for rank in range(plan.topology.ranks):
+        tiers = plan.rank_bytes(rank)
+        rows.append((rank, size(tiers["kept"]), size(tiers["tail"]), size(sum(tiers.values()))))
+    return rows
+
+
+def plan_json(plan: Plan, needs: Resources) -> dict[str, Any]:
+    """``convert --dry-run --json``."""
+    return {
+        "source": inspect_checkpoint(plan.source).as_dict(),
+        "topology": {
+            "tensor_parallel": plan.topology.tensor_parallel,
+            "expert_parallel": plan.topology.expert_parallel,
+        },
+        "tiles": plan.geometry.tiles,
+        "files": [{"path": f.path, "bytes": f.nbytes} for f in (*plan.shards, *plan.base)],
+        "ranks": [{"rank": r, **plan.rank_bytes(r)} for r in range(plan.topology.ranks)],
+        "workers": needs.workers,
+        "memory_bytes": needs.memory_bytes,
+        "disk_bytes": needs.disk_bytes,
+        "free_bytes": needs.free_bytes,
+        "notes": plan.notes,
+    }
+
+
+def plan_text(plan: Plan, needs: Resources, out: Path) -> str:
+    """``convert --dry-run``."""
+    enough = "enough" if needs.free_bytes >= needs.disk_bytes else "NOT ENOUGH"
+    rows: list[Sequence[object]] = [
+        (
+            "files",
+            f"{len(plan.shards)} expert shards, {len(plan.base)} base files, {len(plan.copied) + len(plan.written)} small",
+        ),
+        ("tiles", "x".join(map(str, plan.geometry.tiles))),
+        ("read", size(plan.source_bytes)),
+        ("disk", f"{size(needs.disk_bytes)} needed, {size(needs.free_bytes)} free at {out}: {enough}"),
+        ("memory", f"about {size(needs.memory_bytes)} with {needs.workers} workers"),
+    ]
+    head = inspection_text(inspect_checkpoint(plan.source), with_map=False)
+    title = f"plan for tp {plan.topology.tensor_parallel}, ep {plan.topology.expert_parallel}"
+    return "\n\n".join([head, title, table(rows), table(_rank_rows(plan)), "dry run: nothing was written"])
+
+
+def report_lines(report: Report) -> list[str]:
+    """What conversion met that a person should know."""
+    lines = []
+    if report.groups_zero_scale:
+        lines.append(f"{report.groups_zero_scale:,} groups with scale zero, kept exactly zero")
+    if report.blocks_flushed:
+        lines.append(f"{report.blocks_flushed:,} NVFP4 blocks too small for the kernel's scale byte, flushed to zero")
+    if report.scales_saturated:
+        lines.append(f"{report.scales_saturated:,} MXFP4 scales above the kernel's largest, saturated")
+    if report.experts_requantized:
+        worst = max(report.experts_requantized, key=lambda r: r.worst_relative_error)
+        lines.append(
+            f"{len(report.experts_requantized)} experts requantised, worst relative scale error "
+            f"{worst.worst_relative_error:.2g} in layer {worst.layer} expert {worst.expert}"
+        )
+    return lines
+
+
+def conversion_json(done: Conversion, out: Path) -> dict[str, Any]:
+    """``convert --json``."""
+    return {
+        "out": str(out),
+        "files_written": done.files_written,
+        "files_kept": done.files_kept,
+        "source_bytes": done.source_bytes,
+        "seconds": done.seconds,
+        "workers": done.workers,
+        "self_digest": done.manifest.self_digest,
+        "report": done.manifest.report.model_dump(mode="json"),
+    }
+
+
+def conversion_text(done: Conversion, plan: Plan, out: Path) -> str:
+    """The summary after ``convert``."""
+    if not done.files_written:
+        return f"{out} is complete already: {done.files_kept} files of the same source and options; nothing was written"
+    rate = f"{done.source_bytes / 1e9 / max(done.seconds, 1e-9):.2f} GB/s"
+    report = done.manifest.report
+    rows: list[Sequence[object]] = [
+        (
+            "written",
+            f"{done.files_written} files" + (f", {done.files_kept} kept from before" if done.files_kept else ""),
+        ),
+        ("read", f"{size(done.source_bytes)} in {done.seconds:.1f} s ({rate}) with {done.workers} workers"),
+        ("experts", f"{report.experts_kept} kept, {report.experts_tail} tail"),
+    ]
+    lines = [
+        f"packed {plan.source.name} for tp {plan.topology.tensor_parallel}, ep {plan.topology.expert_parallel} into {out}"
+    ]
+    lines += [table(rows), table(_rank_rows(plan)), *(f"  {line}" for line in report_lines(report))]
+    return "\n".join([*lines, f"next: hybrid-pack verify {out} --source SRC"])

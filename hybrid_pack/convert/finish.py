@@ -1,0 +1,129 @@
+"""The end of a conversion: small files, and the manifest last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hybrid_pack._version import __version__
+from hybrid_pack.convert.journal import Record
+from hybrid_pack.io.digest import blake3_digest
+from hybrid_pack.io.manifest import BASE_INDEX, MANIFEST, decode_manifest, encode_manifest
+from hybrid_pack.io.output import make_folder, write_small
+from hybrid_pack.plan import SCALE_FORMATS, Plan, ShardPlan
+from hybrid_pack.schemas.manifest import FORMAT, FORMAT_VERSION, LAYOUT_ABI, Manifest
+
+
+def _small_files(out: Path, plan: Plan) -> list[Record]:
+    contents = {name: path.read_bytes() for name, path in plan.copied.items()} | dict(plan.written)
+    entries = []
+    for name in sorted(contents):
+        make_folder(out, (out / name).parent)
+        write_small(out / name, contents[name])
+        entries.append({"path": name, "bytes": len(contents[name]), "digest": blake3_digest(contents[name])})
+    return entries
+
+
+def _shard(plan: ShardPlan, record: Record) -> Record:
+    tensors = {
+        name: {
+            "dtype": t.dtype,
+            "shape": list(t.shape),
+            "begin": t.begin,
+            "end": t.end,
+            "digest": record["tensors"][name],
+        }
+        for name, t in plan.placed.items()
+    }
+    return {
+        "path": plan.path, "layer": plan.layer, "rank": plan.rank, "bytes": record["bytes"], "digest": record["digest"],
+        "tensors": tensors,
+    }  # fmt: skip
+
+
+def _report(plan: Plan, records: dict[str, Record]) -> Record:
+    shards = [records[s.path] for s in plan.shards]
+    worst: dict[tuple[int, int], float] = {}
+    for shard in plan.shards:
+        for expert, error in records[shard.path]["requantized"].items():
+            key = (shard.layer, int(expert))
+            worst[key] = max(worst.get(key, 0.0), error)
+    layers = [plan.source.layers[i] for i in plan.layers]
+    return {
+        "experts_kept": sum(len(layer.kept) for layer in layers),
+        "experts_tail": sum(len(layer.tail) for layer in layers),
+        "groups_zero_scale": sum(r["zero"] for r in shards),
+        "blocks_flushed": sum(r["flushed"] for r in shards),
+        "scales_saturated": sum(r["saturated"] for r in shards),
+        "experts_requantized": [
+            {"layer": layer, "expert": expert, "worst_relative_error": error}
+            for (layer, expert), error in sorted(worst.items())
+        ],
+        "layers_omitted": list(plan.omitted),
+        "notes": list(plan.notes),
+    }
+
+
+def _document(plan: Plan, records: dict[str, Record], small: list[Record]) -> dict[str, Any]:
+    source, config = plan.source, plan.source.config
+    return {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "created_by": {"tool": "hybrid-pack", "version": __version__},
+        "layout": {
+            "abi": LAYOUT_ABI,
+            "tiles": list(plan.geometry.tiles),
+            "kept_weight_layout": "packed",
+            "tail_weight_layout": "nf3_2p1",
+            "tail_scale_format": "e4m3_k32",
+            "w13_order": "gate_up",
+            "nf3_levels": list(config.nf3_levels),
+            "activation": config.activation,
+        },
+        "topology": {
+            "tensor_parallel": plan.topology.tensor_parallel,
+            "expert_parallel": plan.topology.expert_parallel,
+        },
+        "geometry": {
+            "hidden_size": source.hidden,
+            "intermediate_size": source.intermediate,
+            "intermediate_size_padded": source.intermediate,
+            "num_experts": config.num_experts,
+            "top_k": config.top_k,
+        },
+        "layers": {
+            str(i): {
+                "kept": list(source.layers[i].kept),
+                "tail": list(source.layers[i].tail),
+                "kept_scale_format": SCALE_FORMATS[source.layers[i].kept_format],
+            }
+            for i in plan.layers
+        },
+        "shards": [_shard(s, records[s.path]) for s in plan.shards],
+        "base": {
+            "index": BASE_INDEX if plan.base else None,
+            "files": [{key: records[b.path][key] for key in ("path", "bytes", "digest")} for b in plan.base],
+        },
+        "files": small,
+        "source": {
+            "name": source.name,
+            "config_digest": source.config_digest,
+            "index_digest": source.index_digest,
+            "files": [{"path": f.path.name, "bytes": f.nbytes, "digest": f.digest} for f in source.shards.files],
+        },
+        "report": _report(plan, records),
+    }
+
+
+def write_manifest(out: Path, plan: Plan, records: dict[str, Record]) -> Manifest:
+    """Write the small files and, last, the manifest.
+
+    Args:
+        out: The pack.
+        plan: What was written.
+        records: Of every shard and base file.
+    """
+    data = encode_manifest(_document(plan, records, _small_files(out, plan)))
+    manifest = decode_manifest(data, out / MANIFEST)
+    write_small(out / MANIFEST, data)
+    return manifest

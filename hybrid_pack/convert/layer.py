@@ -1,0 +1,142 @@
+"""One layer: the files of its ranks, filled expert by expert by any number of threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybrid_pack.convert.expert import ExpertPacker, PackedRank
+from hybrid_pack.convert.journal import Journal, Record
+from hybrid_pack.convert.scales import ScaleStats
+from hybrid_pack.io.checkpoint import Layer
+from hybrid_pack.io.digest import blake3_bytes, blake3_digest, rows_digest, shard_digest
+from hybrid_pack.io.output import OutputFile, make_folder
+from hybrid_pack.io.reader import TensorReader
+from hybrid_pack.layouts.shard import MATRICES
+from hybrid_pack.plan import Plan, ShardPlan
+
+
+class ShardFile:
+    """One rank's file while it is filled. Every expert has its own bytes in it, so threads need no order."""
+
+    def __init__(self, root: Path, plan: ShardPlan) -> None:
+        self.plan = plan
+        make_folder(root, (root / plan.path).parent)
+        self._file = OutputFile(root / plan.path, plan.nbytes)
+        self._place = {e: ("kept", i) for i, e in enumerate(plan.kept)} | {
+            e: ("tail", i) for i, e in enumerate(plan.tail)
+        }
+        self._digests: dict[str, list[bytes]] = {t.name: [b""] * t.shape[0] for t in plan.tensors}
+        self._globals = {t.name: np.zeros(t.shape[0], "<f4") for t in plan.tensors if t.dtype == "F32"}
+        self._row_bytes = {t.name: t.row_bytes for t in plan.tensors}
+        self._stats: dict[int, ScaleStats] = {}
+
+    def put(self, expert: int, packed: PackedRank) -> None:
+        """Hash and write one expert's rows."""
+        tier, row = self._place[expert]
+        for key, data in packed.rows.items():
+            name = f"{tier}.{key}"
+            self._digests[name][row] = blake3_bytes(data)
+            self._file.write(self.plan.placed[name].begin + row * self._row_bytes[name], data)
+        for key, value in packed.global_scales.items():
+            self._globals[f"{tier}.{key}_global_scale"][row] = value
+        self._stats[expert] = packed.stats
+
+    def finish(self, journal: Journal) -> None:
+        """Write the small tensors and the header, make all durable, record it, give it its name."""
+        digests: dict[str, str] = {}
+        for name, tensor in self.plan.placed.items():
+            if name.split(".")[1].removesuffix("_scale") in MATRICES:
+                digests[name] = rows_digest(self._digests[name])
+                continue
+            data = self._globals[name].tobytes() if tensor.dtype == "F32" else self._ids(name).tobytes()
+            digests[name] = blake3_digest(data)
+            self._file.write(tensor.begin, data)
+        self._file.write(0, self.plan.header)
+        self._file.sync()
+        journal.add(self._record(digests))
+        self._file.publish()
+
+    def _ids(self, name: str) -> Any:
+        return np.array(self.plan.kept if name.startswith("kept.") else self.plan.tail, "<i4")
+
+    def _record(self, digests: Mapping[str, str]) -> Record:
+        total = ScaleStats()
+        for stats in self._stats.values():
+            total.add(stats)
+        return {
+            "path": self.plan.path,
+            "bytes": self.plan.nbytes,
+            "digest": shard_digest(self.plan.header, digests.values()),
+            "tensors": dict(digests),
+            "zero": total.zero,
+            "flushed": total.flushed,
+            "saturated": total.saturated,
+            "requantized": {str(e): s.worst_error for e, s in sorted(self._stats.items()) if s.worst_error > 0},
+        }
+
+    def discard(self) -> None:
+        """Remove the unfinished file."""
+        self._file.discard()
+
+
+class LayerJob:
+    """All unfinished files of one layer; its experts may be packed by any thread in any order.
+
+    Args:
+        root: The pack.
+        plan: The whole plan.
+        layer: The layer.
+        shards: Its files that are not done.
+        seconds: Second-level scales of gate, up and down of each expert.
+    """
+
+    def __init__(
+        self, root: Path, plan: Plan, layer: Layer, shards: list[ShardPlan], seconds: Mapping[int, list[float]]
+    ) -> None:
+        self._root, self._plan, self.layer, self._shards, self._seconds = root, plan, layer, shards, seconds
+        self.experts = sorted(e for shard in shards for e in (*shard.kept, *shard.tail))
+        self.experts = sorted(set(self.experts))
+        self._left = len(self.experts)
+        self._files: dict[int, ShardFile] | None = None
+        self._lock = threading.Lock()
+
+    def _open(self) -> dict[int, ShardFile]:
+        with self._lock:
+            if self._files is None:
+                self._files = {}
+                for shard in self._shards:
+                    self._files[shard.rank] = ShardFile(self._root, shard)
+            return self._files
+
+    def pack(self, expert: int, packer: ExpertPacker, reader: TensorReader, journal: Journal) -> int:
+        """Read, pack, hash and write one expert; the thread that packs the last one finishes the files.
+
+        Returns:
+            Source bytes read.
+        """
+        files = self._open()
+        stored = packer.read(self.layer.experts[expert], reader)
+        topology = self._plan.topology
+        ep_rank = expert // (self._plan.source.config.num_experts // topology.expert_parallel)
+        where = f"layer {self.layer.index} expert {expert}"
+        for tp_rank, packed in enumerate(packer.pack(self.layer.experts[expert], stored, self._seconds[expert], where)):
+            file = files.get(ep_rank * topology.tensor_parallel + tp_rank)
+            if file is not None:
+                file.put(expert, packed)
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+        if last:
+            for file in files.values():
+                file.finish(journal)
+        return sum(part.nbytes for part in stored.values())
+
+    def discard(self) -> None:
+        """Remove the files that are not finished."""
+        for file in (self._files or {}).values():
+            file.discard()

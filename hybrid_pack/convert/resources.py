@@ -1,0 +1,91 @@
+"""What a conversion needs: threads, memory, disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybrid_pack.convert.base import CHUNK_BYTES
+from hybrid_pack.errors import EnvironmentFailure, UsageError
+from hybrid_pack.plan import Plan
+
+PROCESS_BYTES = 300 << 20
+"""Python, numpy, numba and the plan itself; measured 210 MiB at GLM-5.2 size, with room."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """An estimate for a plan.
+
+    Attributes:
+        workers: Threads that read, pack, hash and write, one expert each.
+        memory_bytes: Peak resident memory, estimated.
+        disk_bytes: Size of the finished pack.
+        free_bytes: Free where the output goes.
+    """
+
+    workers: int
+    memory_bytes: int
+    disk_bytes: int
+    free_bytes: int
+
+
+def _worker_bytes(plan: Plan) -> int:
+    """One worker's buffers: an expert as stored and, at most as large, its packed rows; or a piece of a base file."""
+    return max(2 * plan.expert_bytes, CHUNK_BYTES)
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def default_workers() -> int:
+    """Two threads a usable core, so that one computes while another waits for the disk."""
+    return 2 * len(os.sched_getaffinity(0))
+
+
+def resources(plan: Plan, out: Path, workers: int | None = None, max_ram: int | None = None) -> Resources:
+    """Estimate, and fit the number of workers into a memory limit.
+
+    Args:
+        plan: What will be written.
+        out: Where.
+        workers: Threads; by default two a core.
+        max_ram: Limit in bytes on resident memory.
+
+    Raises:
+        UsageError: Not even one worker fits the limit.
+    """
+    wanted = default_workers() if workers is None else workers
+    if wanted < 1:
+        raise UsageError("at least one worker is needed", where="--workers", found=workers)
+    each = _worker_bytes(plan)
+    if max_ram is not None:
+        fitting = (max_ram - PROCESS_BYTES) // each
+        if fitting < 1:
+            raise UsageError(
+                "not even one worker fits",
+                where="--max-ram",
+                expected=f"{(PROCESS_BYTES + each) / 2**20:.0f} MiB or more",
+                found=f"{max_ram / 2**20:.0f} MiB",
+            )
+        wanted = min(wanted, fitting)
+    return Resources(wanted, PROCESS_BYTES + wanted * each, plan.nbytes, shutil.disk_usage(_existing(out)).free)
+
+
+def require_disk(needed: int, out: Path) -> None:
+    """Refuse a conversion the disk cannot hold, before it starts.
+
+    Raises:
+        EnvironmentFailure: Too little is free.
+    """
+    free = shutil.disk_usage(_existing(out)).free
+    if needed > free:
+        raise EnvironmentFailure(
+            "not enough disk space", where=out, expected=f"{needed:,} bytes", found=f"{free:,} free",
+            hint="free some, or choose another --out; finished files are kept for --resume",
+        )  # fmt: skip

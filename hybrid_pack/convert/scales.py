@@ -1,0 +1,181 @@
+"""Choosing an expert matrix's scale table and global scale, and refusing scales that mean nothing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_pack.errors import DataError
+from hybrid_pack.formats import e4m3, e8m0, nf3
+from hybrid_pack.formats.source import SourceFormat
+from hybrid_pack.io.checkpoint import Expert, Matrix
+from hybrid_pack.layouts import scale_bytes
+from hybrid_pack.layouts.scale_bytes import ScaleTable
+
+OnScaleMismatch = Literal["refuse", "requantize"]
+Counts = NDArray[np.int64]
+
+_ZERO_E4M3 = np.flatnonzero(e4m3.VALUES == 0)
+
+
+@dataclass
+class ScaleStats:
+    """What happened to block scales; adds up.
+
+    Attributes:
+        zero: Groups whose stored scale is zero.
+        flushed: Groups with a scale too small for the device byte.
+        saturated: Groups with a scale too large for the device byte.
+        worst_error: Largest relative error of a scale; 0 unless gate and up were requantised.
+    """
+
+    zero: int = 0
+    flushed: int = 0
+    saturated: int = 0
+    worst_error: float = 0.0
+
+    def add(self, other: ScaleStats) -> None:
+        """Add another's counts."""
+        self.zero += other.zero
+        self.flushed += other.flushed
+        self.saturated += other.saturated
+        self.worst_error = max(self.worst_error, other.worst_error)
+
+
+def stored_values(form: SourceFormat) -> NDArray[np.float64]:
+    """f64 [256]: the scale each stored byte means, without NVFP4's second level."""
+    if form.name == "mxfp4":
+        return e8m0.VALUES
+    return e4m3.VALUES / 16 if form.scale_times_16 else e4m3.VALUES
+
+
+def refused_bytes(form: SourceFormat) -> NDArray[np.bool_]:
+    """bool [256]: stored bytes that are refused: NaN, negative, and NF3 scales of 32 or more."""
+    values = stored_values(form)
+    refused = np.isnan(values) | (values < 0)
+    return refused | (values >= nf3.SCALE_LIMIT) if form.name == "nf3" else refused
+
+
+def check_scales(matrix: Matrix, scales: NDArray[np.uint8], counts: Counts, where: str) -> None:
+    """Refuse a matrix with scales that mean nothing.
+
+    Args:
+        matrix: Whose scales they are.
+        scales: u8 [N * K/group], all of them, for the index in the message.
+        counts: i64 [256], how often each byte occurs.
+        where: Layer and expert in words.
+
+    Raises:
+        DataError: The first such scale, by tensor and index.
+    """
+    bad = refused_bytes(matrix.format) & (counts > 0)
+    if not bad.any():
+        return
+    index = int(np.flatnonzero(bad[scales])[0])
+    byte = int(scales[index])
+    value = float(stored_values(matrix.format)[byte])
+    row, group = divmod(index, matrix.columns // matrix.format.group)
+    limit = f"below {nf3.SCALE_LIMIT:g}" if matrix.format.name == "nf3" else "finite"
+    raise DataError(
+        f"{where}: scale [{row}, {group}] of {matrix.format.name.upper()}", where=matrix.scales,
+        expected=f"a scale that is not negative and {limit}", found=f"byte 0x{byte:02X} = {value:g}",
+        hint="the export is damaged; export the checkpoint again",
+    )  # fmt: skip
+
+
+def check_second(matrix: Matrix, value: float, where: str) -> None:
+    """Refuse a second-level scale that is not finite and positive, or too large for the device's global scale.
+
+    Raises:
+        DataError: It is not.
+    """
+    if not (math.isfinite(value) and 0 < value < math.ldexp(1.0, 127 - scale_bytes.NVFP4_GLOBAL_EXPONENT + 1)):
+        raise DataError(
+            f"{where}: second-level scale",
+            where=matrix.second,
+            expected="a finite positive number below 512",
+            found=f"{value:g}",
+        )
+
+
+def power_of_two_ratio(a: float, b: float) -> bool:
+    """Whether two positive numbers differ by an exact power of two."""
+    return math.frexp(a)[0] == math.frexp(b)[0]
+
+
+def check_pair(expert: Expert, gate: float, up: float, where: str, on_mismatch: OnScaleMismatch) -> None:
+    """Gate and up share one global scale: refuse a pair that block scales cannot make up for exactly.
+
+    Raises:
+        DataError: They differ by something else than a power of two, and requantising was not asked for.
+    """
+    if on_mismatch == "refuse" and not power_of_two_ratio(gate, up):
+        raise DataError(
+            f"{where}: gate and up have second-level scales that are no power of two apart", where=expert.gate.second,
+            expected=f"up's {up!r} times a power of two", found=repr(gate),
+            hint="--on-scale-mismatch requantize rescales the block scales to the larger one and reports the error",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MatrixScales:
+    """Tables of the parts of one device matrix, and its global scale.
+
+    Attributes:
+        tables: One for each part (gate and up for w13, down for w2).
+        global_scale: f32 value.
+        stats: Counts over the parts.
+    """
+
+    tables: tuple[ScaleTable, ...]
+    global_scale: float
+    stats: ScaleStats
+
+
+def _stats(counts: list[Counts], tables: list[ScaleTable], zero_bytes: NDArray[np.int64]) -> ScaleStats:
+    total = ScaleStats()
+    for count, table in zip(counts, tables, strict=True):
+        used = count > 0
+        total.add(
+            ScaleStats(
+                zero=int(count[zero_bytes].sum()),
+                flushed=int(count[table.flushed].sum()),
+                saturated=int(count[table.saturated].sum()),
+                worst_error=float(table.error[used & ~table.saturated].max(initial=0.0)),
+            )
+        )
+    return total
+
+
+def choose(forms: list[SourceFormat], counts: list[Counts], seconds: list[float]) -> MatrixScales:
+    """Tables and global scale of one device matrix of one rank.
+
+    Args:
+        forms: Stored format of each part.
+        counts: i64 [256] for each part: how often each scale byte occurs in this rank's share.
+        seconds: Second-level scale of each part; 1.0 where the format has none.
+    """
+    if forms[0].name == "nf3":
+        tables = [scale_bytes.nf3_table(stored_values(form)) for form in forms]
+        return MatrixScales(tuple(tables), scale_bytes.NF3_GLOBAL_SCALE, _stats(counts, tables, _ZERO_E4M3))
+    if forms[0].name == "mxfp4":
+        largest = max(int(np.flatnonzero(count)[-1]) for count in counts)
+        shift = scale_bytes.mxfp4_shift(largest)
+        tables = [scale_bytes.mxfp4_table(shift)] * len(forms)
+        return MatrixScales(
+            tuple(tables), scale_bytes.mxfp4_global_scale(shift), _stats(counts, tables, np.empty(0, np.int64))
+        )
+    second = max(seconds)
+    relative = [e4m3.VALUES * (own / second) for own in seconds]
+    largest_scale = max(
+        float(values[count > 0].max(initial=0.0)) for values, count in zip(relative, counts, strict=True)
+    )
+    factor = scale_bytes.nvfp4_factor(largest_scale)
+    tables = [scale_bytes.nvfp4_table(values, factor) for values in relative]
+    return MatrixScales(
+        tuple(tables), scale_bytes.nvfp4_global_scale(second, factor), _stats(counts, tables, _ZERO_E4M3)
+    )

@@ -1,0 +1,33 @@
+"""Compiles the pack kernels before the work starts, so that first use is seen and not mistaken for slowness."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from hybrid_pack.layouts.nf3_2p1 import Nf32p1
+from hybrid_pack.layouts.packed_fp4 import PackedFp4
+from hybrid_pack.layouts.rows import Rows
+from hybrid_pack.layouts.scales import BlockScales, count_scale_bytes
+
+WORTH_SAYING_SECONDS = 1.0
+
+
+def compile_kernels() -> Iterator[str]:
+    """Compile, or load from numba's cache, every kernel a conversion uses; yields a line if that took long."""
+    began = time.monotonic()
+    n = k = 128
+    Nf32p1(128).pack_rows(
+        Rows.of(np.zeros((n, k // 8 * 3), np.uint8)), n, k, 0, np.empty(k // 16 * (n // 2) * 3, np.uint32)
+    )
+    PackedFp4().pack_rows(
+        Rows.of(np.zeros((n, k // 2), np.uint8)), n, k, 0, np.empty(k // 16 * (n // 64) * 128, np.uint32)
+    )
+    scales = Rows.of(np.zeros((n, k // 32), np.uint8))
+    BlockScales(32).pack_rows(scales, n, k, 0, np.zeros(256, np.uint8), np.empty(n * k // 32, np.uint8))
+    count_scale_bytes(scales)
+    seconds = time.monotonic() - began
+    if seconds > WORTH_SAYING_SECONDS:
+        yield f"compiled the pack kernels in {seconds:.1f} s (first use; cached for the next)"

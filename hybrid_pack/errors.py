@@ -1,0 +1,64 @@
+"""Every error a user can meet, with the exit code it means."""
+
+from __future__ import annotations
+
+
+class HybridPackError(Exception):
+    """Base of all errors raised on purpose.
+
+    The message is one line: where, what is wrong, expected, found, what to do.
+
+    Args:
+        problem: What is wrong, in one clause.
+        where: File, tensor, layer or expert it was found in.
+        expected: What would have been right.
+        found: What was there instead.
+        hint: What to do about it.
+    """
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        where: object = None,
+        expected: object = None,
+        found: object = None,
+        hint: str | None = None,
+    ) -> None:
+        self.problem = problem
+        self.where = None if where is None else str(where)
+        self.expected = expected
+        self.found = found
+        self.hint = hint
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        text = self.problem if self.where is None else f"{self.where}: {self.problem}"
+        details = [
+            f"{key} {value}" for key, value in (("expected", self.expected), ("found", self.found)) if value is not None
+        ]
+        if details:
+            text += f" ({', '.join(details)})"
+        if self.hint:
+            text += f"; {self.hint}"
+        return " ".join(text.split())
+
+
+class DataError(HybridPackError):
+    """The data is wrong: a refused source, a pack that does not verify. Exit code 1."""
+
+    exit_code = 1
+
+
+class UsageError(HybridPackError):
+    """The call is wrong: an option, a size that cannot be, an output that is in the way. Exit code 2."""
+
+    exit_code = 2
+
+
+class EnvironmentFailure(HybridPackError):
+    """The machine failed: disk full, permission, a missing dependency, no GPU. Exit code 3."""
+
+    exit_code = 3

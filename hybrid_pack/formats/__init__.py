@@ -1,0 +1,1 @@
+"""What the bits mean: code books and scale encodings. Pure tables and functions, no I/O, no layout."""

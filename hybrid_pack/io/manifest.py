@@ -1,0 +1,222 @@
+"""The manifest on disk: canonical bytes, self digest, and every rule that ties its parts together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from hybrid_pack.errors import DataError, EnvironmentFailure
+from hybrid_pack.io.digest import blake3_digest, shard_digest
+from hybrid_pack.io.safetensors import build_header, parse_json
+from hybrid_pack.layouts.shard import RankGeometry, ShardTensor, shard_path, shard_tensors
+from hybrid_pack.schemas.manifest import FORMAT, FORMAT_VERSION, LAYOUT_ABI, Manifest, ShardEntry
+from hybrid_pack.sharding import Topology, tiles_for, why_not_ep, why_not_tp
+
+MANIFEST = "hybrid_pack.json"
+README = "README.md"
+BASE_INDEX = "model.safetensors.index.json"
+ROW_TENSORS = ("w13", "w2", "w13_scale", "w2_scale")
+"""Tensors (after the tier's name) whose digest is a ``blake3-rows``."""
+
+_TAIL_START = b',\n "self_digest": "'
+_TAIL_END = b'"\n}\n'
+_DIGEST_CHARS = len("blake3:") + 64
+_MAX_MANIFEST_BYTES = 1 << 30
+
+
+def encode_manifest(document: dict[str, Any]) -> bytes:
+    """Bytes of the manifest file: JSON indented by one space, and last its digest over all bytes before that key.
+
+    Args:
+        document: The manifest as plain JSON values without ``self_digest``.
+    """
+    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    body = text.removesuffix(b"\n}")
+    return body + _TAIL_START + blake3_digest(body).encode() + _TAIL_END
+
+
+def decode_manifest(text: bytes, where: object) -> Manifest:
+    """Parse and check the bytes of a manifest file.
+
+    Raises:
+        DataError: Another format or version, the self digest does not match, a value against the schema or the rules.
+    """
+    document = parse_json(text, where)
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else type(document).__name__
+        raise DataError("not a hybrid-pack manifest", where=where, expected=f"format {FORMAT!r}", found=repr(found))
+    if document.get("format_version") != FORMAT_VERSION or document["format_version"] is True:
+        raise DataError(
+            "unsupported format_version", where=where, expected=FORMAT_VERSION, found=repr(document.get("format_version")),
+            hint="use a hybrid-pack that reads it",
+        )  # fmt: skip
+    tail = len(_TAIL_START) + _DIGEST_CHARS + len(_TAIL_END)
+    body, end = text[:-tail], text[-tail:]
+    expected = _TAIL_START + blake3_digest(body).encode() + _TAIL_END
+    if end != expected:
+        raise DataError(
+            "the manifest's self_digest does not match its bytes: it was edited or damaged", where=where,
+            expected=expected[len(_TAIL_START) : -len(_TAIL_END)].decode(), found=repr(document.get("self_digest"))[:90],
+            hint="get the file again or convert again",
+        )  # fmt: skip
+    try:
+        manifest = Manifest.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        at = ".".join(map(str, first["loc"])) or "the document"
+        raise DataError(f"{at}: {first['msg']}", where=where, found=repr(first.get("input"))[:80]) from None
+    check_manifest(manifest, where)
+    return manifest
+
+
+def read_manifest(root: Path) -> Manifest:
+    """The checked manifest of a pack folder.
+
+    Raises:
+        DataError: There is none, or it is not right.
+        EnvironmentFailure: It cannot be read.
+    """
+    path = root / MANIFEST
+    try:
+        if path.is_symlink() and not path.exists():
+            raise DataError("a symbolic link to a file that is not there", where=path)
+        if path.stat().st_size > _MAX_MANIFEST_BYTES:
+            raise DataError("too large for a manifest", where=path, found=f"{path.stat().st_size} bytes")
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError("not a pack: it has no manifest", where=path, hint="finish the conversion with --resume") from None
+    except OSError as error:
+        raise EnvironmentFailure("cannot read", where=path, found=error.strerror) from error
+    return decode_manifest(text, path)
+
+
+def topology_of(manifest: Manifest) -> Topology:
+    """The topology a pack was made for."""
+    return Topology(manifest.topology.tensor_parallel, manifest.topology.expert_parallel)
+
+
+def rank_geometry(manifest: Manifest) -> RankGeometry:
+    """Sizes of one rank's share."""
+    geometry = manifest.geometry
+    share = geometry.intermediate_size_padded // manifest.topology.tensor_parallel
+    return RankGeometry(geometry.hidden_size, share, manifest.layout.tiles)
+
+
+def rank_tiers(manifest: Manifest, layer: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(kept ids, tail ids) a rank holds of a layer."""
+    held = topology_of(manifest).experts(rank, manifest.geometry.num_experts)
+    tiers = manifest.layers[str(layer)]
+    return tuple(e for e in tiers.kept if e in held), tuple(e for e in tiers.tail if e in held)
+
+
+def expected_tensors(manifest: Manifest, layer: int, rank: int) -> tuple[ShardTensor, ...]:
+    """The tensors of a shard in file order, from the manifest's own geometry and tiers."""
+    kept, tail = rank_tiers(manifest, layer, rank)
+    return shard_tensors(rank_geometry(manifest), len(kept), len(tail), manifest.layers[str(layer)].kept_scale_format)
+
+
+def shard_header(tensors: tuple[ShardTensor, ...]) -> bytes:
+    """The exact bytes before the data of a shard with these tensors."""
+    return build_header((t.name, t.dtype, t.shape) for t in tensors)[0]
+
+
+def check_manifest(manifest: Manifest, where: object) -> None:
+    """Hold the parts of a manifest against each other.
+
+    Raises:
+        DataError: The first rule broken.
+    """
+
+    def refuse(problem: str, expected: object, found: object) -> None:
+        raise DataError(problem, where=where, expected=expected, found=found)
+
+    layout, geometry, topology = manifest.layout, manifest.geometry, topology_of(manifest)
+    if layout.abi != LAYOUT_ABI:
+        refuse("layout.abi is not one this version reads", LAYOUT_ABI, layout.abi)
+    if geometry.intermediate_size_padded < geometry.intermediate_size:
+        refuse("geometry.intermediate_size_padded is below intermediate_size", f">= {geometry.intermediate_size}", geometry.intermediate_size_padded)
+    reason = why_not_tp(geometry.hidden_size, geometry.intermediate_size_padded, topology.tensor_parallel)
+    reason = reason or why_not_ep(geometry.num_experts, topology.expert_parallel)
+    if reason:
+        refuse("topology does not fit geometry", "a legal size", reason)
+    if geometry.top_k > geometry.num_experts:
+        refuse("geometry.top_k is above num_experts", f"<= {geometry.num_experts}", geometry.top_k)
+    tiles = tiles_for(geometry.hidden_size, geometry.intermediate_size_padded // topology.tensor_parallel)
+    if layout.tiles != tiles:
+        refuse("layout.tiles are not the tiles of this geometry", tiles, layout.tiles)
+    if any(a >= b for a, b in zip(layout.nf3_levels, layout.nf3_levels[1:], strict=False)):
+        refuse("layout.nf3_levels do not ascend", "eight ascending numbers", layout.nf3_levels)
+    _check_layers(manifest, refuse)
+    _check_shards(manifest, topology, refuse)
+    _check_files(manifest, refuse)
+
+
+def _check_layers(manifest: Manifest, refuse: Any) -> None:
+    everyone = range(manifest.geometry.num_experts)
+    order = [int(layer) for layer in manifest.layers]
+    if order != sorted(order):
+        refuse("layers are not in order", sorted(order), order)
+    for layer, tiers in manifest.layers.items():
+        for tier, ids in (("kept", tiers.kept), ("tail", tiers.tail)):
+            if list(ids) != sorted(set(ids)):
+                refuse(f"layers.{layer}.{tier} is not ascending", "ascending expert ids", list(ids)[:8])
+        if sorted((*tiers.kept, *tiers.tail)) != list(everyone):
+            refuse(f"layers.{layer}: kept and tail together are not every expert once", f"0..{len(everyone) - 1}", f"{len(tiers.kept)} + {len(tiers.tail)}")
+        if bool(tiers.kept) != (tiers.kept_scale_format is not None):
+            refuse(f"layers.{layer}.kept_scale_format", "a format where experts are kept, else null", tiers.kept_scale_format)
+
+
+def _check_shards(manifest: Manifest, topology: Topology, refuse: Any) -> None:
+    wanted = [(int(layer), rank) for layer in manifest.layers for rank in range(topology.ranks)]
+    found = [(shard.layer, shard.rank) for shard in manifest.shards]
+    if found != wanted:
+        missing = next((pair for pair in wanted if pair not in set(found)), None)
+        refuse("shards are not one for each layer and rank, in order", f"{len(wanted)} shards", f"{len(found)}; missing (layer, rank) {missing}")
+    for shard in manifest.shards:
+        path = shard_path(topology.folder, shard.rank, shard.layer)
+        if shard.path != path:
+            refuse(f"path of the shard of layer {shard.layer} rank {shard.rank}", path, shard.path)
+        _check_tensors(manifest, shard, refuse)
+
+
+def _check_tensors(manifest: Manifest, shard: ShardEntry, refuse: Any) -> None:
+    tensors = expected_tensors(manifest, shard.layer, shard.rank)
+    header, placed = build_header((t.name, t.dtype, t.shape) for t in tensors)
+    if set(shard.tensors) != {t.name for t in placed}:
+        refuse(f"{shard.path}: tensors", ", ".join(t.name for t in placed), ", ".join(shard.tensors))
+    for tensor in placed:
+        entry = shard.tensors[tensor.name]
+        if (entry.dtype, entry.shape, entry.begin, entry.end) != (tensor.dtype, tensor.shape, tensor.begin, tensor.end):
+            refuse(
+                f"{shard.path}: {tensor.name}",
+                f"{tensor.dtype} {list(tensor.shape)} at {tensor.begin}..{tensor.end}",
+                f"{entry.dtype} {list(entry.shape)} at {entry.begin}..{entry.end}",
+            )
+        kind = "blake3-rows" if tensor.name.split(".")[1] in ROW_TENSORS else "blake3"
+        if not entry.digest.startswith(f"{kind}:"):
+            refuse(f"{shard.path}: digest of {tensor.name}", kind, entry.digest)
+    end = placed[-1].end if placed else len(header)
+    if shard.bytes != end:
+        refuse(f"{shard.path}: bytes", end, shard.bytes)
+    digest = shard_digest(header, (shard.tensors[t.name].digest for t in placed))
+    if shard.digest != digest:
+        refuse(f"{shard.path}: digest is not that of its header and tensors", digest, shard.digest)
+
+
+def _check_files(manifest: Manifest, refuse: Any) -> None:
+    for file in (*manifest.base.files, *manifest.files):
+        if not file.digest.startswith("blake3:"):
+            refuse(f"{file.path}: digest", "blake3", file.digest)
+        if file.path in (MANIFEST, README) or file.path.startswith("experts/"):
+            refuse("a path that cannot be listed here", "neither manifest, README.md nor an expert shard", file.path)
+    listed = {file.path for file in manifest.files}
+    if (manifest.base.index is None) != (not manifest.base.files):
+        refuse("base.index", "a path where there are base files, else null", manifest.base.index)
+    for path in ("config.json", *((manifest.base.index,) if manifest.base.index else ())):
+        if path not in listed:
+            refuse("files does not list a file every pack has", path, f"{len(listed)} files")
+    if manifest.base.index not in (None, BASE_INDEX):
+        refuse("base.index", BASE_INDEX, manifest.base.index)

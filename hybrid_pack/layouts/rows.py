@@ -1,0 +1,60 @@
+"""A view of rows inside a buffer: the common input of every packer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Rows:
+    """``count`` rows of ``width`` bytes, ``stride`` bytes apart, the first at byte ``start`` of a contiguous buffer.
+
+    Lets a packer read a slice of a matrix (rows for gate and up, columns for down) without a copy.
+
+    Attributes:
+        buffer: u8 [bytes], contiguous.
+        start: Byte offset of the first row.
+        stride: Bytes from one row to the next.
+        count: Number of rows.
+        width: Bytes of one row.
+    """
+
+    buffer: NDArray[np.uint8]
+    start: int
+    stride: int
+    count: int
+    width: int
+
+    def __post_init__(self) -> None:
+        last = self.start + (self.count - 1) * self.stride + self.width
+        if self.count < 1 or self.start < 0 or self.stride < self.width or last > self.buffer.nbytes:
+            raise ValueError(
+                f"{self.count} rows of {self.width} bytes at {self.start} do not fit {self.buffer.nbytes} bytes"
+            )
+
+    @classmethod
+    def of(cls, matrix: NDArray[np.uint8]) -> Rows:
+        """All rows of a contiguous u8 matrix [rows, bytes]."""
+        flat = np.ascontiguousarray(matrix)
+        return cls(flat.reshape(-1), 0, flat.shape[1], flat.shape[0], flat.shape[1])
+
+    @property
+    def words(self) -> tuple[NDArray[np.uint32], int, int]:
+        """(u32 view of the buffer, start, stride), the last two in words.
+
+        Raises:
+            ValueError: Start, stride or the buffer's address is not a multiple of four bytes.
+        """
+        if self.start % 4 or self.stride % 4 or self.buffer.ctypes.data % 4:
+            raise ValueError(f"rows at {self.start} every {self.stride} bytes are not aligned to 4-byte words")
+        whole = self.buffer[: self.buffer.nbytes // 4 * 4]
+        return whole.view(np.uint32), self.start // 4, self.stride // 4
+
+    def matrix(self) -> NDArray[np.uint8]:
+        """u8 [count, width], a view without a copy."""
+        return np.lib.stride_tricks.as_strided(
+            self.buffer[self.start :], (self.count, self.width), (self.stride, 1), writeable=False
+        )

@@ -1,0 +1,288 @@
+"""From headers, map and topology to a frozen plan: every output file, its tensors, their sources. Reads no payload."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hybrid_pack.errors import UsageError
+from hybrid_pack.io.checkpoint import Checkpoint, Layer
+from hybrid_pack.io.config import CONFIG, HF_QUANT_CONFIG
+from hybrid_pack.io.digest import blake3_digest
+from hybrid_pack.io.manifest import BASE_INDEX, MANIFEST, README, shard_header
+from hybrid_pack.io.safetensors import TensorHeader, build_header
+from hybrid_pack.io.shards import INDEX, Located
+from hybrid_pack.layouts.shard import KeptScaleFormat, RankGeometry, ShardTensor, shard_path, shard_tensors
+from hybrid_pack.schemas.manifest import FORMAT_VERSION, LAYOUT_ABI, is_pack_path
+from hybrid_pack.sharding import Topology, require_legal
+
+BASE_FILE_BYTES = 5_000_000_000
+"""Base tensors are written in files of about this size, as Hugging Face does."""
+
+SMALL_FILE_LIMIT = 64 << 20
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx", ".partial")
+SMALL_FOLDERS = ("additional_chat_templates",)
+SCALE_FORMATS: Mapping[str | None, KeptScaleFormat | None] = {"nvfp4": "e4m3_k16", "mxfp4": "e8m0_k32", None: None}
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """The file of one rank and layer.
+
+    Attributes:
+        path: Inside the pack.
+        layer: Decoder layer.
+        rank: ep_rank * tp + tp_rank.
+        kept: Global ids of its kept experts, in row order.
+        tail: Likewise.
+        tensors: In file order.
+    """
+
+    path: str
+    layer: int
+    rank: int
+    kept: tuple[int, ...]
+    tail: tuple[int, ...]
+    tensors: tuple[ShardTensor, ...]
+
+    @cached_property
+    def header(self) -> bytes:
+        """Exact bytes before the data."""
+        return shard_header(self.tensors)
+
+    @cached_property
+    def placed(self) -> Mapping[str, TensorHeader]:
+        """Tensors by name with absolute offsets, in file order."""
+        return {t.name: t for t in build_header((t.name, t.dtype, t.shape) for t in self.tensors)[1]}
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return len(self.header) + sum(t.nbytes for t in self.tensors)
+
+
+@dataclass(frozen=True)
+class BasePlan:
+    """A file of base tensors, copied as they are.
+
+    Attributes:
+        path: Inside the pack.
+        tensors: In file order: wide dtypes first, then by name, so that every tensor is aligned to its element.
+    """
+
+    path: str
+    tensors: tuple[Located, ...]
+
+    @cached_property
+    def header(self) -> bytes:
+        """Exact bytes before the data."""
+        return build_header((t.header.name, t.header.dtype, t.header.shape) for t in self.tensors)[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return len(self.header) + sum(t.header.nbytes for t in self.tensors)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a conversion will write.
+
+    Attributes:
+        source: The checkpoint.
+        topology: tp and ep.
+        geometry: Sizes of one rank's share.
+        layers: Layers to pack, ascending.
+        omitted: Layers left out by ``--layers``.
+        shards: By layer, then rank.
+        base: Files of base tensors.
+        copied: Small files copied as they are, by path in the pack.
+        written: Small files made here, by path in the pack.
+        notes: Oddities that are no errors.
+    """
+
+    source: Checkpoint
+    topology: Topology
+    geometry: RankGeometry
+    layers: tuple[int, ...]
+    omitted: tuple[int, ...]
+    shards: tuple[ShardPlan, ...]
+    base: tuple[BasePlan, ...]
+    copied: Mapping[str, Path]
+    written: Mapping[str, bytes]
+    notes: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole pack, its manifest aside."""
+        small = sum(p.stat().st_size for p in self.copied.values()) + sum(map(len, self.written.values()))
+        return sum(s.nbytes for s in self.shards) + sum(b.nbytes for b in self.base) + small
+
+    @cached_property
+    def source_bytes(self) -> int:
+        """Bytes of the source tensors that will be read: the unit of progress."""
+        experts = sum(
+            at.header.nbytes
+            for index in self.layers
+            for expert in self.source.layers[index].experts.values()
+            for matrix in expert.matrices
+            for at in (matrix.codes, matrix.scales)
+        )
+        return experts + sum(t.header.nbytes for b in self.base for t in b.tensors)
+
+    @cached_property
+    def expert_bytes(self) -> int:
+        """Bytes of the largest stored expert: with as many packed bytes again, the memory of one worker."""
+        return max(
+            sum(at.header.nbytes for matrix in expert.matrices for at in (matrix.codes, matrix.scales))
+            for index in self.layers
+            for expert in self.source.layers[index].experts.values()
+        )
+
+    def rank_bytes(self, rank: int) -> Mapping[str, int]:
+        """Expert bytes a rank loads, by tier."""
+        tiers = {"kept": 0, "tail": 0}
+        for shard in self.shards:
+            if shard.rank == rank:
+                for tensor in shard.tensors:
+                    tiers[tensor.tier] += tensor.nbytes
+        return tiers
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be equal for finished files of another run to be of use: the source, the layout and the options."""
+        files = [[f.path.name, f.nbytes, f.digest] for f in self.source.shards.files]
+        tiers = {str(i): self.source.layers[i].kept for i in self.layers}
+        return {
+            "format_version": FORMAT_VERSION,
+            "abi": LAYOUT_ABI,
+            "tensor_parallel": self.topology.tensor_parallel,
+            "expert_parallel": self.topology.expert_parallel,
+            "layers": list(self.layers),
+            "source_config": self.source.config_digest,
+            "source_index": self.source.index_digest,
+            "source_files": blake3_digest(json.dumps(files).encode()),
+            "bit_map": blake3_digest(json.dumps(tiers).encode()),
+        }
+
+
+def _shards(layer: Layer, topology: Topology, geometry: RankGeometry, num_experts: int) -> list[ShardPlan]:
+    shards = []
+    for rank in range(topology.ranks):
+        held = topology.experts(rank, num_experts)
+        kept = tuple(e for e in layer.kept if e in held)
+        tail = tuple(e for e in layer.tail if e in held)
+        tensors = shard_tensors(geometry, len(kept), len(tail), SCALE_FORMATS[layer.kept_format])
+        shards.append(ShardPlan(shard_path(topology.folder, rank, layer.index), layer.index, rank, kept, tail, tensors))
+    return shards
+
+
+def _base(tensors: Iterable[Located]) -> tuple[BasePlan, ...]:
+    """Base tensors in source order, cut into files."""
+    groups: list[list[Located]] = []
+    size = 0
+    for tensor in tensors:
+        if not groups or (size and size + tensor.header.nbytes > BASE_FILE_BYTES):
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.header.nbytes
+    # Widest element first, so that every tensor starts on a multiple of its element: 8-byte items can follow only those.
+    return tuple(
+        BasePlan(f"model-{i:05d}-of-{len(groups):05d}.safetensors", tuple(sorted(group, key=_alignment_key)))
+        for i, group in enumerate(groups, 1)
+    )
+
+
+def _alignment_key(tensor: Located) -> tuple[int, str]:
+    header = tensor.header
+    elements = 1
+    for size in header.shape:
+        elements *= size
+    return (-(header.nbytes // elements if elements else 0), header.name)
+
+
+def _small_files(root: Path) -> tuple[dict[str, Path], list[str]]:
+    """(tokenizer, generation config, licence, sidecars and the like: everything small that is no weight file; notes)."""
+    found: dict[str, Path] = {}
+    notes = []
+    for folder in (root, *(root / name for name in SMALL_FOLDERS)):
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            name = path.relative_to(root).as_posix()
+            ours = name in (CONFIG, HF_QUANT_CONFIG, INDEX, MANIFEST, README)
+            if ours or path.name.startswith(".") or path.name.lower().endswith(WEIGHT_SUFFIXES) or not path.is_file():
+                continue
+            if path.stat().st_size > SMALL_FILE_LIMIT:
+                notes.append(f"{name} is not copied: {path.stat().st_size} bytes is no small file")
+            elif not is_pack_path(name):
+                notes.append(f"{name!r} is not copied: a pack cannot hold a file of that name")
+            else:
+                found[name] = path
+    return found, notes
+
+
+def _json(document: Any) -> bytes:
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _config(source: Checkpoint) -> bytes:
+    """config.json with its quantization_config replaced; the original is kept inside."""
+    bit_map = {str(layer): list(bits) for layer, bits in (source.config.bit_map or {}).items()}
+    config = {key: value for key, value in source.config.raw.items() if key != "quantization_config"}
+    config["quantization_config"] = {
+        "quant_method": "hybrid_pack",
+        "manifest": MANIFEST,
+        "hybrid_bit_map": bit_map,
+        "source_quantization_config": source.config.quantization,
+    }
+    return _json(config)
+
+
+def _index(base: tuple[BasePlan, ...]) -> bytes:
+    names = {t.header.name: file.path for file in base for t in file.tensors}
+    total = sum(t.header.nbytes for file in base for t in file.tensors)
+    return _json({"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))})
+
+
+def make_plan(source: Checkpoint, topology: Topology, layers: Iterable[int] | None = None) -> Plan:
+    """Plan a conversion.
+
+    Args:
+        source: An opened checkpoint.
+        topology: tp and ep.
+        layers: Only these layers; by default all.
+
+    Raises:
+        UsageError: An illegal topology, or a layer that has no experts to pack.
+    """
+    tiles = require_legal(source.hidden, source.intermediate, source.config.num_experts, topology)
+    wanted = tuple(sorted(source.layers)) if layers is None else tuple(sorted(set(layers)))
+    unknown = [layer for layer in wanted if layer not in source.layers]
+    if unknown or not wanted:
+        have = f"{min(source.layers)}..{max(source.layers)}"
+        raise UsageError("no experts to pack in that layer", where="--layers", expected=f"layers of {have}", found=unknown[0] if unknown else "none")
+    geometry = RankGeometry(source.hidden, source.intermediate // topology.tensor_parallel, tiles)
+    base = _base(source.base)
+    copied, small_notes = _small_files(source.root)
+    written = {CONFIG: _config(source)}
+    if base:
+        written[BASE_INDEX] = _index(base)
+    omitted = tuple(layer for layer in sorted(source.layers) if layer not in wanted)
+    notes = [*source.notes, *small_notes]
+    if omitted:
+        notes.append(f"only layers {', '.join(map(str, wanted))} are packed; the experts of {len(omitted)} layers are left out")
+    return Plan(
+        source=source,
+        topology=topology,
+        geometry=geometry,
+        layers=wanted,
+        omitted=omitted,
+        shards=tuple(s for i in wanted for s in _shards(source.layers[i], topology, geometry, source.config.num_experts)),
+        base=base,
+        copied=copied,
+        written=written,
+        notes=tuple(notes),
+    )

@@ -1,0 +1,53 @@
+"""The readable backend: experts dequantised one by one, products in float32, on any device torch has."""
+
+from __future__ import annotations
+
+import torch
+
+from hybrid_pack.runtime.activation import SUPPORTED, parse_activation
+from hybrid_pack.runtime.layer import PackedMoELayer
+
+
+def why_not(layer: PackedMoELayer) -> str | None:
+    """Why this backend cannot run a layer, or None if it can."""
+    if parse_activation(layer.geometry.activation) is None:
+        return f"the activation {layer.geometry.activation!r} is not supported, only {SUPPORTED}"
+    return None
+
+
+class TorchBackend:
+    """Mixture of experts in float32: a reference to compare kernels with, not a fast path.
+
+    Tokens are grouped by expert and each expert that has any is dequantised once a call, so memory beyond the packed
+    weights is one expert in float32 and the grouped tokens. x and weights become float32, both products, the activation
+    and the weighted sum over experts (in ascending order of their ids) are float32; only the result is rounded to BF16.
+    """
+
+    def __init__(self, layer: PackedMoELayer) -> None:
+        activation = parse_activation(layer.geometry.activation)
+        assert activation is not None, "why_not was asked before"
+        self._layer = layer
+        self._activation = activation
+
+    def __call__(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        """bf16 [M, H], this rank's sum; arguments as ``HybridMoE``'s."""
+        return self.accumulate(x, topk_weights, topk_ids).to(torch.bfloat16)
+
+    def accumulate(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        """The same before it is rounded: f32 [M, H]."""
+        held = set(self._layer.expert_ids)
+        with torch.no_grad():
+            tokens, weights = x.to(torch.float32), topk_weights.reshape(-1)
+            y = torch.zeros_like(tokens)
+            ids, order = torch.sort(topk_ids.reshape(-1), stable=True)  # order: slot = token * k + choice
+            experts, counts = torch.unique_consecutive(ids, return_counts=True)
+            slots = torch.split(order, counts.tolist())
+            for expert, chosen in zip(experts.tolist(), slots, strict=True):
+                if expert not in held:  # -1, or on another expert-parallel rank
+                    continue
+                gate_up, down = self._layer.dequantize(expert)
+                token = chosen // topk_ids.shape[1]
+                gate, up = (tokens[token] @ gate_up.T).chunk(2, dim=1)  # f32 [m, I] each
+                out = self._activation(gate, up) @ down.T  # f32 [m, H]
+                y.index_add_(0, token, out * weights[chosen, None])
+        return y

@@ -1,0 +1,68 @@
+"""Reading a pack's files: never mapped, so that a file that shrinks meanwhile is a finding and not a crash."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hybrid_pack.errors import DataError, EnvironmentFailure
+
+
+class PackFile:
+    """An open file of a pack.
+
+    Args:
+        root: The pack.
+        name: Path in it; links were checked before.
+
+    Raises:
+        DataError: It is no longer there.
+        EnvironmentFailure: It cannot be opened.
+    """
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.name = name
+        try:
+            self._fd = os.open(root / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            raise DataError("removed while the pack was verified", where=name) from None
+        except OSError as error:
+            raise EnvironmentFailure("cannot read", where=root / name, found=error.strerror) from error
+
+    def read(self, view: memoryview, offset: int) -> None:
+        """Fill a view from an offset.
+
+        Raises:
+            DataError: The file ends before.
+            EnvironmentFailure: The system could not read.
+        """
+        while view.nbytes:
+            try:
+                got = os.preadv(self._fd, [view], offset)
+            except OSError as error:
+                raise EnvironmentFailure("cannot read", where=self.name, found=error.strerror) from error
+            if not got:
+                raise DataError("became shorter while the pack was verified", where=self.name, found=f"{offset} bytes")
+            view, offset = view[got:], offset + got
+
+    def take(self, begin: int, end: int) -> bytes:
+        """Bytes ``begin .. end``, a small part."""
+        part = bytearray(end - begin)
+        self.read(memoryview(part), begin)
+        return bytes(part)
+
+    def close(self) -> None:
+        """Close."""
+        os.close(self._fd)
+
+
+@contextmanager
+def opened(root: Path, name: str) -> Iterator[PackFile]:
+    """A file of a pack, closed at the end."""
+    file = PackFile(root, name)
+    try:
+        yield file
+    finally:
+        file.close()

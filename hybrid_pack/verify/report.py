@@ -1,0 +1,187 @@
+"""What a verification checked, what it did not, and what it found."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_pack.errors import HybridPackError
+
+LISTED = 20
+"""Findings of one check that are listed; further ones are counted."""
+
+_KEPT = 1000
+"""Findings of one check that are held before the first ones, in order of place, are chosen."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        check: Name of the check that found it.
+        path: File, inside the pack where it is the pack's.
+        where: Tensor, layer, expert or key; None for the file as a whole.
+        message: What is wrong, and what to do about it.
+        expected: What would have been right.
+        found: What was there instead.
+    """
+
+    check: str
+    path: str
+    where: str | None
+    message: str
+    expected: str | None = None
+    found: str | None = None
+
+    def __str__(self) -> str:
+        place = ": ".join(part for part in (self.path, self.where) if part)
+        details = [f"{key} {value}" for key, value in (("expected", self.expected), ("found", self.found)) if value is not None]
+        text = f"{place}: {self.message}"
+        return " ".join((f"{text} ({', '.join(details)})" if details else text).split())
+
+
+@dataclass(frozen=True)
+class Check:
+    """One kind of check that was carried out.
+
+    Attributes:
+        name: What was checked.
+        count: How many.
+        unit: Of what.
+        nbytes: Bytes read for it.
+        seconds: Time it took.
+    """
+
+    name: str
+    count: int
+    unit: str
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class NotChecked:
+    """What was left out, and why."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The result of a verification.
+
+    Attributes:
+        root: The pack.
+        checks: What was checked, in order.
+        not_checked: What was not.
+        findings: What is wrong, at most ``LISTED`` of each check, in order of check and place.
+        findings_total: How many there are.
+        seconds: Time of the whole.
+    """
+
+    root: str
+    checks: tuple[Check, ...]
+    not_checked: tuple[NotChecked, ...]
+    findings: tuple[Finding, ...]
+    findings_total: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Nothing was found; ``not_checked`` says what that does not cover."""
+        return not self.findings_total
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"ok": self.ok, **dataclasses.asdict(self)}
+
+
+class Tally:
+    """Counts of one check while it runs; threads may add to it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.nbytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int, nbytes: int = 0) -> None:
+        """Add things checked and bytes read for them."""
+        with self._lock:
+            self.count += count
+            self.nbytes += nbytes
+
+
+class Recorder:
+    """Collects a report; safe for many threads."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+        self._checks: list[Check] = []
+        self._not_checked: list[NotChecked] = []
+        self._findings: dict[str, list[Finding]] = {}
+        self._counts: dict[str, int] = {}
+        self.bad_paths: set[str] = set()
+        """Files whose structure is wrong, so that reading their tensors would only repeat it."""
+
+    def find(
+        self, check: str, path: str, message: str, *, where: str | None = None, expected: object = None, found: object = None
+    ) -> None:
+        """Add a finding."""
+
+        def text(value: object) -> str | None:
+            return None if value is None else str(value)
+
+        finding = Finding(check, path, where, message, text(expected), text(found))
+        with self._lock:
+            self._counts[check] = self._counts.get(check, 0) + 1
+            held = self._findings.setdefault(check, [])
+            if len(held) < _KEPT:
+                held.append(finding)
+
+    def find_error(self, check: str, path: str, error: HybridPackError, where: str | None = None) -> None:
+        """Add a finding that a lower part of the package raised."""
+        place = where or (error.where if error.where and not error.where.endswith(path) else None)
+        message = f"{error.problem}; {error.hint}" if error.hint else error.problem
+        self.find(check, path, message, where=place, expected=error.expected, found=error.found)
+
+    def skip(self, what: str, why: str) -> None:
+        """Say what is not checked."""
+        with self._lock:
+            self._not_checked.append(NotChecked(what, why))
+
+    def spoil(self, path: str) -> None:
+        """Remember that a file's structure is wrong."""
+        with self._lock:
+            self.bad_paths.add(path)
+
+    @contextmanager
+    def checking(self, name: str, unit: str) -> Iterator[Tally]:
+        """Time one check and put it into the report."""
+        tally, began = Tally(), time.monotonic()
+        yield tally
+        with self._lock:
+            self._checks.append(Check(name, tally.count, unit, tally.nbytes, time.monotonic() - began))
+
+    def report(self, root: object) -> VerifyReport:
+        """The report so far."""
+        listed = [
+            finding
+            for held in self._findings.values()
+            for finding in sorted(held, key=lambda f: (f.path, f.where or "", f.message))[:LISTED]
+        ]
+        return VerifyReport(
+            root=str(root),
+            checks=tuple(self._checks),
+            not_checked=tuple(self._not_checked),
+            findings=tuple(listed),
+            findings_total=sum(self._counts.values()),
+            seconds=time.monotonic() - self._began,
+        )

@@ -1,0 +1,207 @@
+"""The pack against its source, all but the experts' bytes: identity, structure, base tensors, small files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from hybrid_pack.errors import DataError, UsageError
+from hybrid_pack.io.bitmap import KEY
+from hybrid_pack.io.checkpoint import Checkpoint, open_checkpoint
+from hybrid_pack.io.config import CONFIG, HF_QUANT_CONFIG, read_config, read_document
+from hybrid_pack.io.digest import blake3_digest
+from hybrid_pack.io.manifest import MANIFEST, topology_of
+from hybrid_pack.io.reader import TensorReader
+from hybrid_pack.io.shards import Located
+from hybrid_pack.plan import SCALE_FORMATS, make_plan
+from hybrid_pack.schemas.manifest import Manifest
+from hybrid_pack.verify.pool import Buffers, Pool
+from hybrid_pack.verify.progress import Progress
+from hybrid_pack.verify.report import Recorder, Tally
+
+IDENTITY = "source identity"
+BASE_BYTES = "base tensors against the source"
+SMALL_FILES = "small files against the source"
+CHUNK_BYTES = 1 << 20
+
+
+def open_source(root: Path, manifest: Manifest, source: Path, recorder: Recorder) -> Checkpoint | None:
+    """Open the source with the pack's own bit map; where that fails, what differs is a finding.
+
+    A conversion may have been given a map that the checkpoint does not hold. Opening compares the map with the stored
+    formats, so a map that is wrong shows.
+    """
+    try:
+        return open_checkpoint(source, bit_map_file=root / CONFIG)
+    except DataError as error:
+        try:
+            digest = blake3_digest(read_config(source, root / CONFIG).digest_input)
+        except DataError:
+            digest = None  # the error below says it
+        if digest is not None and digest != manifest.source.config_digest:
+            _differs(str(source), f"{CONFIG} and {HF_QUANT_CONFIG}", manifest.source.config_digest, digest, recorder)
+        recorder.find_error(IDENTITY, str(source), error)
+        return None
+
+
+def _differs(path: str, what: str, expected: object, found: object, recorder: Recorder) -> None:
+    message = "not the source this pack was made from, or changed since"
+    recorder.find(IDENTITY, path, message, where=what, expected=expected, found=found)
+
+
+def check_identity(manifest: Manifest, source: Checkpoint, recorder: Recorder) -> None:
+    """The source's documents, index and headers are those the pack was made from."""
+    theirs, root = manifest.source, str(source.root)
+    with recorder.checking(IDENTITY, "files") as tally:
+        tally.add(2 + len(source.shards.files))
+        for what, expected, found in (
+            (f"{CONFIG} and {HF_QUANT_CONFIG}", theirs.config_digest, source.config_digest),
+            ("index", theirs.index_digest, source.index_digest),
+        ):
+            if expected != found:
+                _differs(root, what, expected, found, recorder)
+        listed = {file.path: file for file in theirs.files}
+        present = {file.path.name: file for file in source.shards.files}
+        for name in sorted({*listed, *present}):
+            then, now = listed.get(name), present.get(name)
+            if then is None or now is None:
+                _differs(root, name, "there" if then else "not there", "there" if now else "not there", recorder)
+            elif then.bytes != now.nbytes:
+                _differs(root, name, f"{then.bytes} bytes", f"{now.nbytes} bytes", recorder)
+            elif then.digest != now.digest:
+                _differs(root, name, f"header {then.digest}", f"header {now.digest}", recorder)
+
+
+def comparable_layers(manifest: Manifest, source: Checkpoint, recorder: Recorder) -> list[int]:
+    """Layers whose experts can be compared: same sizes, same tiers. What differs is a finding."""
+    geometry, layout, config = manifest.geometry, manifest.layout, source.config
+    sizes: tuple[tuple[str, object, object], ...] = (
+        ("hidden size", source.hidden, geometry.hidden_size),
+        ("intermediate size", source.intermediate, geometry.intermediate_size),
+        ("padded intermediate size", source.intermediate, geometry.intermediate_size_padded),
+        ("number of experts", config.num_experts, geometry.num_experts),
+    )
+    others: tuple[tuple[str, object, object], ...] = (
+        ("experts a token visits", config.top_k, geometry.top_k),
+        ("activation", config.activation, layout.activation),
+        ("NF3 levels", config.nf3_levels, layout.nf3_levels),
+        ("layers omitted", tuple(sorted(set(source.layers) - set(map(int, manifest.layers)))), manifest.report.layers_omitted),
+    )
+    for what, expected, found in (*sizes, *others):
+        if expected != found:
+            recorder.find(IDENTITY, MANIFEST, "not that of the source", where=what, expected=expected, found=found)
+    if any(expected != found for _, expected, found in sizes):
+        return []
+    layers = []
+    for key, tiers in manifest.layers.items():
+        layer = source.layers.get(int(key))
+        if layer is None:
+            recorder.find(IDENTITY, MANIFEST, "the source has no experts to pack in this layer", where=f"layer {key}")
+        elif tiers.kept != layer.kept:
+            expert = min(set(tiers.kept) ^ set(layer.kept))
+            recorder.find(
+                IDENTITY, MANIFEST, "the source stores the expert in the other tier", where=f"layer {key} expert {expert}",
+                expected="kept" if expert in layer.kept else "tail", found="kept" if expert in tiers.kept else "tail",
+            )  # fmt: skip
+        elif tiers.kept_scale_format != SCALE_FORMATS[layer.kept_format]:
+            expected_format = SCALE_FORMATS[layer.kept_format]
+            where = f"layer {key} kept_scale_format"
+            recorder.find(IDENTITY, MANIFEST, "not that of the source", where=where, expected=expected_format, found=tiers.kept_scale_format)
+        else:
+            layers.append(int(key))
+    return layers
+
+
+def check_base_bytes(
+    source: Checkpoint, packed: Mapping[str, Located], pool: Pool, recorder: Recorder, progress: Progress
+) -> None:
+    """Every tensor of the source that is no packed expert is among the base tensors, byte for byte, and nothing else is."""
+    wanted = {at.header.name: at for at in source.base}
+    buffers = Buffers()
+    with recorder.checking(BASE_BYTES, "tensors") as tally, TensorReader() as reader:
+
+        def compare(name: str) -> None:
+            _compare(name, wanted[name], packed[name], reader, buffers, pool, recorder, tally, progress)
+
+        both = [name for name in wanted if name in packed]
+        for name in sorted(set(wanted) ^ set(packed)):
+            if name in packed:
+                message = "not a base tensor of the source"
+                recorder.find(BASE_BYTES, packed[name].path.name, message, where=name)
+            else:
+                recorder.find(BASE_BYTES, wanted[name].path.name, "a tensor of the source that the pack does not have", where=name)
+        pool.run(partial(compare, name) for name in both)
+
+
+def _compare(
+    name: str, wanted: Located, packed: Located, reader: TensorReader, buffers: Buffers, pool: Pool, recorder: Recorder,
+    tally: Tally, progress: Progress,
+) -> None:  # fmt: skip
+    file = packed.path.name
+    tally.add(1)
+    expected, found = (f"{at.header.dtype} {list(at.header.shape)}" for at in (wanted, packed))
+    if expected != found:
+        recorder.find(BASE_BYTES, file, "not as in the source", where=name, expected=expected, found=found)
+        return
+    size = wanted.header.nbytes
+    try:
+        for begin in range(0, size, CHUNK_BYTES):
+            if pool.stopped.is_set():
+                return
+            count = min(CHUNK_BYTES, size - begin)
+            theirs, ours = buffers.take("source", count), buffers.take("pack", count)
+            reader.read(wanted, theirs, begin)
+            reader.read(packed, ours, begin)
+            tally.add(0, 2 * count)
+            progress.advance(2 * count)
+            if not np.array_equal(theirs, ours):
+                at = int(np.flatnonzero(theirs != ours)[0])
+                recorder.find(
+                    BASE_BYTES, file, "not the source's bytes", where=f"{name} byte {begin + at}", expected=f"0x{theirs[at]:02X}",
+                    found=f"0x{ours[at]:02X}",
+                )  # fmt: skip
+                return
+    except DataError as error:
+        recorder.find_error(BASE_BYTES, file, error, name)
+
+
+def check_small_files(root: Path, manifest: Manifest, source: Checkpoint, recorder: Recorder) -> None:
+    """Tokenizer, licence and so on are the source's, and config.json is but for its quantization_config."""
+    with recorder.checking(SMALL_FILES, "files") as tally:
+        try:
+            copied = make_plan(source, topology_of(manifest), map(int, manifest.layers)).copied
+        except UsageError as error:
+            recorder.find_error(SMALL_FILES, str(source.root), error)
+            return
+        listed = {file.path: file.digest for file in manifest.files if file.path not in (CONFIG, manifest.base.index)}
+        for name in sorted({*copied, *listed}):
+            tally.add(1, copied[name].stat().st_size if name in copied else 0)
+            if name not in listed:
+                recorder.find(SMALL_FILES, name, "a file of the source that the pack does not have")
+            elif name not in copied:
+                recorder.find(SMALL_FILES, name, "not a file of the source")
+            elif (digest := blake3_digest(copied[name].read_bytes())) != listed[name]:
+                recorder.find(SMALL_FILES, name, "not the source's bytes", expected=digest, found=listed[name])
+        tally.add(1)
+        _check_config(root, source, recorder)
+
+
+def _check_config(root: Path, source: Checkpoint, recorder: Recorder) -> None:
+    try:
+        document, _ = read_document(root / CONFIG)
+    except DataError:
+        return  # found before
+    ours = {key: value for key, value in document.items() if key not in ("quantization_config", KEY)}
+    theirs = {key: value for key, value in source.config.raw.items() if key not in ("quantization_config", KEY)}
+    for key in sorted({*ours, *theirs}):
+        if key not in ours or key not in theirs or ours[key] != theirs[key]:
+            expected, found = (repr(side[key])[:80] if key in side else "no such key" for side in (theirs, ours))
+            recorder.find(SMALL_FILES, CONFIG, "not as in the source's", where=key, expected=expected, found=found)
+    block = document.get("quantization_config")
+    kept = block.get("source_quantization_config") if isinstance(block, Mapping) else None
+    if kept != source.config.quantization:
+        where = "quantization_config.source_quantization_config"
+        recorder.find(SMALL_FILES, CONFIG, "not the source's quantization config", where=where)

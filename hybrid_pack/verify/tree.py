@@ -1,0 +1,129 @@
+"""The files of a pack folder, held against the manifest's list: both ways, sizes, links."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybrid_pack.errors import EnvironmentFailure
+from hybrid_pack.io.manifest import MANIFEST, README
+from hybrid_pack.schemas.manifest import Manifest
+from hybrid_pack.verify.report import Recorder
+from hybrid_pack.verify.scope import Scope
+
+FILE_SET = "file set"
+PARTIAL = ".partial"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A name in the folder.
+
+    Attributes:
+        problem: Why it cannot be read as a file of the pack, or None.
+        nbytes: Its size; 0 where it has a problem.
+        detail: What it is instead.
+    """
+
+    problem: str | None
+    nbytes: int
+    detail: str | None = None
+
+
+def _allowed(root: Path) -> tuple[Path, ...]:
+    """Folders that links may lead to: the pack, and the blobs of its own repository in the Hugging Face cache."""
+    real = root.resolve()
+    home = real.parent.parent
+    hub = real.parent.name == "snapshots" and home.name.startswith("models--")
+    return (real, home / "blobs") if hub else (real,)
+
+
+def _look(path: Path, allowed: tuple[Path, ...]) -> Found:
+    is_link = path.is_symlink()
+    if is_link:
+        target = Path(os.path.realpath(path))
+        if not any(folder in target.parents for folder in allowed):
+            return Found("a symbolic link that leads out of the pack", 0, os.fspath(path.readlink()))
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return Found("a symbolic link to a file that is not there", 0, os.fspath(path.readlink()) if is_link else None)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return Found("a symbolic link to itself", 0)
+    if stat.S_ISREG(status.st_mode):
+        return Found(None, status.st_size)
+    return Found("not a regular file", 0, "a link to a folder" if stat.S_ISDIR(status.st_mode) else stat.filemode(status.st_mode))
+
+
+def _walk(folder: Path, prefix: str, allowed: tuple[Path, ...]) -> Iterator[tuple[str, Found]]:
+    with os.scandir(folder) as entries:
+        listed = sorted(entries, key=lambda entry: entry.name)
+    for entry in listed:
+        name = prefix + entry.name
+        partial = entry.name.endswith(PARTIAL)
+        if not prefix and entry.name.startswith(".") and not partial:
+            continue
+        if entry.is_dir(follow_symlinks=False) and not partial:
+            yield from _walk(Path(entry.path), f"{name}/", allowed)
+        else:
+            yield name, Found(None, 0) if partial else _look(Path(entry.path), allowed)
+
+
+def scan(root: Path) -> Mapping[str, Found]:
+    """Everything below a folder by its path in it, but top-level names that begin with a dot.
+
+    Raises:
+        EnvironmentFailure: A folder cannot be listed.
+    """
+    try:
+        return dict(_walk(root, "", _allowed(root)))
+    except OSError as error:
+        raise EnvironmentFailure("cannot read", where=error.filename or root, found=error.strerror) from error
+
+
+def check_partial(present: Mapping[str, Found], recorder: Recorder) -> None:
+    """Leftovers of a conversion that did not finish."""
+    for name in present:
+        if name.endswith(PARTIAL):
+            message = "left by an unfinished conversion; finish it with convert --resume, or remove the file if the pack is complete"
+            recorder.find(FILE_SET, name, message)
+
+
+def check_tree(manifest: Manifest, present: Mapping[str, Found], scope: Scope, recorder: Recorder) -> None:
+    """Hold the folder against the manifest.
+
+    Args:
+        manifest: The manifest.
+        present: From ``scan``.
+        scope: Shards outside it may be missing.
+        recorder: Gets the findings; files that cannot be read as listed are spoiled.
+    """
+    sizes = {entry.path: entry.bytes for entry in (*manifest.shards, *manifest.base.files, *manifest.files)}
+    outside = {shard.path for shard in manifest.shards if not scope.covers(shard)}
+    with recorder.checking(FILE_SET, "files") as tally:
+        for path, nbytes in sizes.items():
+            if path in outside:
+                continue
+            found = present.get(path)
+            tally.add(1)
+            if found is None:
+                recorder.find(FILE_SET, path, "missing; get it again, or convert again")
+            elif found.problem:
+                recorder.find(FILE_SET, path, found.problem, expected="a file", found=found.detail)
+            elif found.nbytes != nbytes:
+                message = "truncated" if found.nbytes < nbytes else "longer than it should be"
+                recorder.find(FILE_SET, path, f"{message}; get it again", expected=f"{nbytes} bytes", found=found.nbytes)
+            else:
+                continue
+            recorder.spoil(path)
+        for name, found in present.items():
+            if name in sizes or name in (MANIFEST, README) or name.endswith(PARTIAL):
+                continue
+            tally.add(1)
+            recorder.find(FILE_SET, name, f"not in the manifest{f': {found.problem}' if found.problem else ''}; remove it", found=found.detail)

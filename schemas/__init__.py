@@ -1,0 +1,1 @@
+"""Pydantic models of what is written to disk, and the JSON Schema generated from them."""

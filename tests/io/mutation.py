@@ -1,0 +1,29 @@
+"""What a line of a mutation table is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybrid_pack.errors import DataError, HybridPackError
+
+MAP_FILE = "given-map.json"
+"""Where a mutation puts a map that stands for ``--bit-map``."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to break a good checkpoint.
+
+    Attributes:
+        id: Name of the test.
+        change: Breaks the checkpoint in a folder.
+        message: Regular expression the message must contain; it names the place.
+        error: Exact class of the error.
+    """
+
+    id: str
+    change: Callable[[Path], object]
+    message: str
+    error: type[HybridPackError] = DataError
