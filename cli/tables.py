@@ -189,4 +189,4 @@ def conversion_text(done: Conversion, plan: Plan, out: Path) -> str:
         f"packed {plan.source.name} for tp {plan.topology.tensor_parallel}, ep {plan.topology.expert_parallel} into {out}"
     ]
     lines += [table(rows), table(_rank_rows(plan)), *(f"  {line}" for line in report_lines(report))]
-    return "\n".join([*lines, f"next: hybrid-pack verify {out} --source SRC"])
+    return "\n".join([*lines, f"next: hybrid-pack verify {out} --source {plan.source.root}"])

@@ -94,18 +94,30 @@ class Editor:
         tensors = self._file(file)
         tensors[new] = tensors.pop(old)
 
+    def move_last(self, name: str) -> None:
+        """Put a tensor behind all others of its file."""
+        tensors = self._file(self.weight_map[name])
+        tensors[name] = tensors.pop(name)
+
+    def beside(self, name: str, new: str, stored: Stored) -> None:
+        """Add a tensor to the file of another."""
+        self.weight_map[new] = self.weight_map[name]
+        self[new] = stored
+
     def matching(self, prefix: str) -> list[str]:
         return [name for name in self.weight_map if name.startswith(prefix)]
 
 
 @contextmanager
 def edit_tensors(root: Path) -> Iterator[Editor]:
-    """Change tensors; shards and index stay consistent."""
+    """Change tensors; shards and index, with its total size, stay consistent."""
     with edit_index(root) as index:
         editor = Editor(root, index["weight_map"])
         yield editor
         for name, tensors in editor.files.items():
             write_file(root / name, tensors)
+        headers = [read_header(root / name) for name in set(editor.weight_map.values())]
+        index["metadata"]["total_size"] = sum(header.nbytes - header.data_begin for header in headers)
 
 
 def edit_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

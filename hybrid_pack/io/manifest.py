@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -147,15 +148,19 @@ def check_manifest(manifest: Manifest, where: object) -> None:
     tiles = tiles_for(geometry.hidden_size, geometry.intermediate_size_padded // topology.tensor_parallel)
     if layout.tiles != tiles:
         refuse("layout.tiles are not the tiles of this geometry", tiles, layout.tiles)
-    if any(a >= b for a, b in zip(layout.nf3_levels, layout.nf3_levels[1:], strict=False)):
-        refuse("layout.nf3_levels do not ascend", "eight ascending numbers", layout.nf3_levels)
+    levels = layout.nf3_levels
+    if not all(map(math.isfinite, levels)) or any(a >= b for a, b in zip(levels, levels[1:], strict=False)):
+        refuse("layout.nf3_levels do not ascend", "eight finite ascending numbers", levels)
     _check_layers(manifest, refuse)
     _check_shards(manifest, topology, refuse)
     _check_files(manifest, refuse)
+    _check_report(manifest, refuse)
 
 
 def _check_layers(manifest: Manifest, refuse: Any) -> None:
     everyone = range(manifest.geometry.num_experts)
+    if not manifest.layers:
+        refuse("layers is empty", "at least one layer", "none")
     order = [int(layer) for layer in manifest.layers]
     if order != sorted(order):
         refuse("layers are not in order", sorted(order), order)
@@ -220,3 +225,20 @@ def _check_files(manifest: Manifest, refuse: Any) -> None:
             refuse("files does not list a file every pack has", path, f"{len(listed)} files")
     if manifest.base.index not in (None, BASE_INDEX):
         refuse("base.index", BASE_INDEX, manifest.base.index)
+
+
+def _check_report(manifest: Manifest, refuse: Any) -> None:
+    report = manifest.report
+    for tier, found in (("kept", report.experts_kept), ("tail", report.experts_tail)):
+        expected = sum(len(getattr(tiers, tier)) for tiers in manifest.layers.values())
+        if found != expected:
+            refuse(f"report.experts_{tier} is not the number of {tier} experts", expected, found)
+    both = [layer for layer in report.layers_omitted if str(layer) in manifest.layers]
+    if both:
+        refuse("report.layers_omitted names a layer that is packed", "layers that are not packed", both[0])
+    listed = [(entry.layer, entry.expert) for entry in report.experts_requantized]
+    if listed != sorted(set(listed)):
+        refuse("report.experts_requantized is not in order", "each (layer, expert) once, ascending", listed[:8])
+    for layer, expert in listed:
+        if str(layer) not in manifest.layers or expert not in manifest.layers[str(layer)].kept:
+            refuse("report.experts_requantized names an expert that is not kept", "a kept expert", f"layer {layer} expert {expert}")

@@ -147,7 +147,7 @@ def dequantize_matrix(
         levels: f64 [8]; NF3 only.
 
     Returns:
-        f32 [N, K]: the product, exact in float64, rounded once.
+        f32 [N, K]: the product in float64 (exact for FP4), rounded.
     """
     if name == "nf3":
         values, codes = levels, nf3_codes(words, n, k, tile_n)

@@ -109,9 +109,9 @@ class PackedMoELayer:
     def dequantize(self, expert_id: int, *, levels: Levels = "manifest") -> tuple[torch.Tensor, torch.Tensor]:
         """The weights of one expert.
 
-        Code value, block scale and global scale are multiplied in float64, which holds the product exactly, and rounded
-        to float32 once. That rounding is none for MXFP4, for NF3 whose levels have few enough bits (BF16 levels do),
-        and for NVFP4 whose second-level scale has (a power of two does).
+        Code value, block scale and global scale are multiplied in float64, which holds FP4's product exactly, and the
+        product is rounded to float32. Nothing is rounded for MXFP4, for NF3 with levels of at most 20 significant bits
+        (BF16 levels have 8) and for NVFP4 with a second-level scale of at most 18 (a power of two has 1).
 
         Args:
             expert_id: Global id, one of ``expert_ids``.

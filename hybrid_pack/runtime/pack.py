@@ -73,8 +73,9 @@ class Pack:
         File size and header are held against the manifest; digests are not computed (``hybrid-pack verify`` does that).
         On the CPU the tensors are views into a private mapping of the file: pages are read when touched, a write to a
         tensor changes only this process's memory, and the mapping lives as long as any of the tensors. The file must
-        not be truncated meanwhile. On other devices each mapped tensor is copied with ``.to(device)``, one after the
-        other through pageable memory; a fast loader is not part of this version.
+        not be truncated meanwhile, and a system that forbids overcommit counts the mapping as memory in use. On other
+        devices each mapped tensor is copied with ``.to(device)``, one after the other through pageable memory; a fast
+        loader is not part of this version.
 
         Args:
             layer: One of ``layers``.

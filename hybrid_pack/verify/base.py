@@ -23,7 +23,9 @@ BASE = "base headers and index"
 QUANT_METHOD = "hybrid_pack"
 
 
-def _read(root: Path, manifest: Manifest, name: str, check: str, recorder: Recorder) -> tuple[Mapping[str, Any], int] | None:
+def _read(
+    root: Path, manifest: Manifest, name: str, check: str, recorder: Recorder
+) -> tuple[Mapping[str, Any], int] | None:
     """A JSON document and its size, its digest checked."""
     if name in recorder.bad_paths:
         return None
@@ -34,7 +36,13 @@ def _read(root: Path, manifest: Manifest, name: str, check: str, recorder: Recor
         return None
     digest = next(file.digest for file in manifest.files if file.path == name)
     if blake3_digest(text) != digest:
-        recorder.find(check, name, "its digest is not the manifest's: edited or damaged", expected=digest, found=blake3_digest(text))
+        recorder.find(
+            check,
+            name,
+            "its digest is not the manifest's: edited or damaged",
+            expected=digest,
+            found=blake3_digest(text),
+        )
     return document, len(text)
 
 
@@ -52,7 +60,9 @@ def check_config(root: Path, manifest: Manifest, recorder: Recorder) -> None:
         for key, expected in (("quant_method", QUANT_METHOD), ("manifest", MANIFEST)):
             if block.get(key) != expected:
                 where = f"quantization_config.{key}"
-                recorder.find(DOCUMENTS, CONFIG, "not what a pack has", where=where, expected=expected, found=repr(block.get(key)))
+                recorder.find(
+                    DOCUMENTS, CONFIG, "not what a pack has", where=where, expected=expected, found=repr(block.get(key))
+                )
         try:
             _check_map(manifest, block.get(KEY), recorder)
             _check_sizes(root, manifest, recorder)
@@ -71,7 +81,9 @@ def _check_map(manifest: Manifest, raw: Any, recorder: Recorder) -> None:
     bit_map = parse_bit_map(raw, CONFIG)
     omitted = set(manifest.report.layers_omitted)
     for layer in sorted(set(bit_map) - set(map(int, manifest.layers)) - omitted):
-        recorder.find(DOCUMENTS, CONFIG, "in the bit map, but neither packed nor listed as omitted", where=f"layer {layer}")
+        recorder.find(
+            DOCUMENTS, CONFIG, "in the bit map, but neither packed nor listed as omitted", where=f"layer {layer}"
+        )
     for key, tiers in manifest.layers.items():
         bits = bit_map.get(int(key), (KEPT_BITS,) * manifest.geometry.num_experts)
         packed = [TAIL_BITS] * manifest.geometry.num_experts
@@ -80,7 +92,14 @@ def _check_map(manifest: Manifest, raw: Any, recorder: Recorder) -> None:
         if list(bits) == packed:
             continue
         if len(bits) != len(packed):
-            recorder.find(DOCUMENTS, CONFIG, "the bit map is of another number of experts", where=f"layer {key}", expected=len(packed), found=len(bits))
+            recorder.find(
+                DOCUMENTS,
+                CONFIG,
+                "the bit map is of another number of experts",
+                where=f"layer {key}",
+                expected=len(packed),
+                found=len(bits),
+            )
             continue
         expert = next(e for e, (a, b) in enumerate(zip(bits, packed, strict=True)) if a != b)
         what = {KEPT_BITS: "kept (4)", TAIL_BITS: "tail (3)"}
@@ -148,4 +167,11 @@ def _check_index(root: Path, manifest: Manifest, index: str, files: Mapping[str,
         listed, stored = weight_map.get(name), files.get(name)
         if listed != stored and not (stored is None and listed in unread):
             message = "the index and the base files disagree on where a tensor is"
-            recorder.find(BASE, index, message, where=name, expected=stored or "no such tensor", found=repr(listed) if listed else "not listed")
+            recorder.find(
+                BASE,
+                index,
+                message,
+                where=name,
+                expected=stored or "no such tensor",
+                found=repr(listed) if listed else "not listed",
+            )

@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybrid_pack.errors import DataError
 from hybrid_pack.io.digest import blake3_bytes, blake3_digest, finish, new_hasher, rows_digest
@@ -23,6 +24,7 @@ from hybrid_pack.verify.scope import Scope
 
 TENSORS = "tensor digests"
 FILES = "file digests"
+DIFFERS = "its bytes are not the ones that were written"
 BUFFER_BYTES = 1 << 20
 """Read and hashed at a time; fits the second-level cache."""
 
@@ -66,9 +68,9 @@ class _Job:
                     if self.pool.stopped.is_set():
                         return
                     size = min(BUFFER_BYTES, entry.bytes - offset)
-                    view = memoryview(self.buffers.take("read", size))
-                    file.read(view, offset)
-                    hasher.update(view)
+                    part = self.buffers.take("read", size)
+                    file.read(part, offset)
+                    hasher.update(part)
                     tally.add(0, size)
                     self.progress.advance(size)
         except DataError as error:
@@ -78,7 +80,7 @@ class _Job:
         tally.add(1)
         digest = finish(hasher)
         if digest != entry.digest:
-            self.recorder.find(FILES, entry.path, "its bytes are not the ones that were written", expected=entry.digest, found=digest)
+            self.recorder.find(FILES, entry.path, DIFFERS, expected=entry.digest, found=digest)
 
     def rows(self, tensor: _Tensor, first: int, last: int, tally: Tally) -> None:
         """Hash rows ``first .. last`` of a tensor; whoever hashes the last ones compares the digest."""
@@ -108,7 +110,7 @@ class _Job:
             begin = tensor.entry.begin + row * size
             if count * size <= BUFFER_BYTES:
                 part = self.buffers.take("read", count * size)
-                file.read(memoryview(part), begin)
+                file.read(part, begin)
                 for i in range(count):
                     tensor.rows[row + i] = blake3_bytes(part[i * size : (i + 1) * size])
                 self._note_highest(tensor, part)
@@ -116,7 +118,7 @@ class _Job:
                 hasher = new_hasher()
                 for offset in range(0, size, BUFFER_BYTES):
                     part = self.buffers.take("read", min(BUFFER_BYTES, size - offset))
-                    file.read(memoryview(part), begin + offset)
+                    file.read(part, begin + offset)
                     hasher.update(part)
                     self._note_highest(tensor, part)
                 tensor.rows[row] = hasher.digest()
@@ -124,7 +126,7 @@ class _Job:
             self.progress.advance(count * size)
 
     @staticmethod
-    def _note_highest(tensor: _Tensor, part: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+    def _note_highest(tensor: _Tensor, part: NDArray[np.uint8]) -> None:
         if tensor.scale_limit is not None:
             highest = int(part.max(initial=0))
             with tensor.lock:
@@ -134,11 +136,17 @@ class _Job:
         path = tensor.shard.path
         digest = rows_digest(tensor.rows)
         if digest != tensor.entry.digest:
-            message = "its bytes are not the ones that were written"
-            self.recorder.find(TENSORS, path, message, where=tensor.name, expected=tensor.entry.digest, found=digest)
+            self.recorder.find(TENSORS, path, DIFFERS, where=tensor.name, expected=tensor.entry.digest, found=digest)
         elif tensor.scale_limit is not None and tensor.highest > tensor.scale_limit:
             message = "a scale byte that no pack holds"
-            self.recorder.find(TENSORS, path, message, where=tensor.name, expected=f"at most {tensor.scale_limit}", found=tensor.highest)
+            self.recorder.find(
+                TENSORS,
+                path,
+                message,
+                where=tensor.name,
+                expected=f"at most {tensor.scale_limit}",
+                found=tensor.highest,
+            )
 
     def whole(self, shard: ShardEntry, name: str, entry: TensorEntry, tally: Tally) -> None:
         """Hash a small tensor: expert ids or global scales."""
@@ -150,9 +158,9 @@ class _Job:
             return
         tally.add(1, len(data))
         self.progress.advance(len(data))
-        if blake3_digest(data) != entry.digest:
-            message = "its bytes are not the ones that were written"
-            self.recorder.find(TENSORS, shard.path, message, where=name, expected=entry.digest, found=blake3_digest(data))
+        digest = blake3_digest(data)
+        if digest != entry.digest:
+            self.recorder.find(TENSORS, shard.path, DIFFERS, where=name, expected=entry.digest, found=digest)
 
 
 def _scale_limit(manifest: Manifest, shard: ShardEntry, name: str) -> int | None:
@@ -180,11 +188,13 @@ def payload_bytes(manifest: Manifest, scope: Scope) -> int:
     return plain + sum(t.end - t.begin for shard in scope.shards(manifest) for t in shard.tensors.values())
 
 
-def check_digests(root: Path, manifest: Manifest, scope: Scope, pool: Pool, recorder: Recorder, progress: Progress) -> None:
+def check_digests(
+    root: Path, manifest: Manifest, scope: Scope, pool: Pool, recorder: Recorder, progress: Progress
+) -> None:
     """Hash every plain file, and every tensor of the shards of the scope, that is there in its right size."""
     job = _Job(root, pool, recorder, progress)
     plain = sorted((*manifest.base.files, *manifest.files), key=lambda file: -file.bytes)
-    with recorder.checking(FILES, "files") as files, recorder.checking(TENSORS, "tensors") as tensors:
+    with recorder.checking(TENSORS, "tensors") as tensors, recorder.checking(FILES, "files") as files:
         of_files = (partial(job.file, file, files) for file in plain if file.path not in recorder.bad_paths)
         shards = [shard for shard in scope.shards(manifest) if shard.path not in recorder.bad_paths]
         of_shards = (task for shard in shards for task in _shard_tasks(job, manifest, shard, tensors))

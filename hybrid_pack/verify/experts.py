@@ -1,15 +1,10 @@
-"""Every packed expert against the stored one, through decoders only: codes bit for bit, scales as exact values.
-
-A scale is right if ``source scale * second-level scale == value(device byte) * global scale`` in float64, where both
-products are exact. What a device byte cannot hold is counted: NVFP4 blocks so small that the kernel wants them zero,
-MXFP4 bytes above the largest one.
-"""
+"""Every packed expert against the stored one, through decoders only: codes bit for bit, scales as exact values."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,137 +12,332 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_pack.errors import DataError
-from hybrid_pack.formats import e4m3, e8m0
-from hybrid_pack.formats.source import SourceFormat
-from hybrid_pack.io.checkpoint import Checkpoint, Matrix
+from hybrid_pack.io.checkpoint import Checkpoint, Expert, Matrix
 from hybrid_pack.io.manifest import MANIFEST, rank_geometry, rank_tiers, topology_of
 from hybrid_pack.io.reader import TensorReader
 from hybrid_pack.io.safetensors import TensorHeader
 from hybrid_pack.io.shards import Located
-from hybrid_pack.layouts import scale_bytes
+from hybrid_pack.layouts.shard import MATRICES, Tier
 from hybrid_pack.layouts.shard import Matrix as MatrixName
-from hybrid_pack.layouts.shard import Tier
 from hybrid_pack.schemas.manifest import Manifest, ShardEntry
 from hybrid_pack.verify.pool import Buffers, Pool
 from hybrid_pack.verify.progress import Progress
 from hybrid_pack.verify.report import Recorder, Tally
+from hybrid_pack.verify.scale_rules import scale_rule
 from hybrid_pack.verify.scope import Scope
 
 EXPERTS = "experts against the source"
-FLUSH_BELOW = 2.0
-"""value(byte) below which b12x 1.1.0 wants NVFP4 blocks zero (2^-6 before its factor 2^7)."""
-
-ROUNDING = 2.0**-4
-"""Largest relative error of rounding to three mantissa bits."""
-
-_SLACK = 1e-12
 
 U8 = NDArray[np.uint8]
-F64 = NDArray[np.float64]
-Pairs = NDArray[np.bool_]
-"""bool [256, 256]: for each source byte and device byte."""
 
 
 @dataclass
 class Counts:
-    """What the scales of compared experts came to; adds up."""
+    """What the comparison came to; adds up.
 
+    Attributes:
+        source_bytes: Bytes of codes and scales of the source that were held against the pack.
+        zero: Groups whose stored scale is zero.
+        flushed: Groups too small for the kernel.
+        saturated: Groups too large for it.
+    """
+
+    source_bytes: int = 0
     zero: int = 0
     flushed: int = 0
     saturated: int = 0
 
+    def add(self, other: Counts) -> None:
+        """Add another's."""
+        self.source_bytes += other.source_bytes
+        self.zero += other.zero
+        self.flushed += other.flushed
+        self.saturated += other.saturated
+
 
 @dataclass(frozen=True)
-class ScaleRule:
-    """Which device byte is right for which source byte of one expert matrix.
+class Part:
+    """A rank's share of one stored matrix.
 
     Attributes:
-        exact: Same value.
-        flushed: Allowed because the value is too small for the kernel.
-        saturated: Allowed because the value is too large for it.
-        rounded: Allowed because the expert was requantised, within the error reported.
-        zero: bool [256], source bytes that mean zero and are counted as such.
+        role: ``gate``, ``up`` or ``down``.
+        matrix: What it is a share of.
+        second: Second-level scale; 1.0 where there is none.
+        codes: u8 [rows, bytes].
+        scales: u8 [rows, groups].
     """
 
-    exact: Pairs
-    flushed: Pairs
-    saturated: Pairs
-    rounded: Pairs
-    zero: NDArray[np.bool_]
-
-    @property
-    def right(self) -> Pairs:
-        """All that is allowed."""
-        return self.exact | self.flushed | self.saturated | self.rounded
+    role: str
+    matrix: Matrix
+    second: float
+    codes: U8
+    scales: U8
 
 
-def source_values(form: SourceFormat, second: float) -> F64:
-    """f64 [256]: the scale each stored byte means, its second level included."""
-    if form.name == "mxfp4":
-        return e8m0.VALUES
-    return e4m3.VALUES * second if form.name == "nvfp4" else e4m3.VALUES / (16.0 if form.scale_times_16 else 1.0)
+@dataclass(frozen=True)
+class PackedShard:
+    """A shard of the layer that is compared.
 
-
-def scale_rule(form: SourceFormat, second: float, global_scale: float, worst_error: float) -> ScaleRule:
-    """The rule for one matrix.
-
-    Args:
-        form: How the source stores it.
-        second: Its second-level scale; 1.0 where it has none.
-        global_scale: Of the device matrix.
-        worst_error: Relative error allowed; 0 unless the expert was requantised.
+    Attributes:
+        entry: Its entry in the manifest.
+        path: The file.
+        tp_rank: Which slice of I it holds.
+        rows: Tier and row of each expert it holds.
     """
-    none = np.zeros((256, 256), np.bool_)
-    source = source_values(form, second)[:, None]
-    device_zero = (np.arange(256) == 0)[None, :]
-    if form.name == "mxfp4":
-        device = scale_bytes.E8M0_VALUES[None, :] * global_scale
-        top = (np.arange(256) == scale_bytes.MXFP4_MAX_BYTE)[None, :]
-        return ScaleRule(source == device, none, top & (source > device), none, np.zeros(256, np.bool_))
-    nvfp4 = form.name == "nvfp4"
-    unit = global_scale * 2.0 ** (scale_bytes.NVFP4_VALUE_EXPONENT if nvfp4 else scale_bytes.NF3_VALUE_EXPONENT)
-    exact = source == scale_bytes.DEVICE_VALUES[None, :] * unit  # -0 is 0, NaN is nothing
-    flushed, rounded = none, none
-    if nvfp4:
-        target = source / unit
-        limit = FLUSH_BELOW if worst_error == 0 else FLUSH_BELOW * (1 + _SLACK)
-        flushed = device_zero & (target > 0) & (target < limit)
-        if worst_error > 0:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                error = np.abs(scale_bytes.DEVICE_VALUES[None, :] / target - 1)
-            rounded = ~exact & ~flushed & (target > 0) & (error <= min(worst_error, ROUNDING) + _SLACK)
-    return ScaleRule(exact, flushed, none, rounded, source[:, 0] == 0)
 
-
-@dataclass
-class _Layer:
-    """A layer while its experts are compared."""
-
-    index: int
-    shards: Mapping[int, ShardEntry]
-    rows: Mapping[int, Mapping[int, tuple[Tier, int]]]
-    reader: TensorReader = field(default_factory=TensorReader)
+    entry: ShardEntry
+    path: Path
+    tp_rank: int
+    rows: Mapping[int, tuple[Tier, int]]
 
 
 class Comparison:
-    """Compares experts one after another, one a thread at a time.
+    """Compares experts of one layer; one object for all threads.
 
-    Attributes:
-        counts: What the scales came to.
-        source_bytes: Bytes of codes and scales of the source that were found in the pack.
+    Args:
+        manifest: Of the pack.
+        recorder: Gets the findings.
+        buffers: Of the threads.
     """
 
-    def __init__(self, root: Path, manifest: Manifest, source: Checkpoint, pool: Pool, recorder: Recorder, progress: Progress) -> None:
-        self._root, self._manifest, self._source = root, manifest, source
-        self._pool, self._recorder, self._progress = pool, recorder, progress
-        self._geometry, self._topology = rank_geometry(manifest), topology_of(manifest)
+    def __init__(self, manifest: Manifest, recorder: Recorder, buffers: Buffers) -> None:
+        self._geometry, self._recorder, self._buffers = rank_geometry(manifest), recorder, buffers
+        self._layers = manifest.layers
         self._errors = {(r.layer, r.expert): r.worst_relative_error for r in manifest.report.experts_requantized}
-        self._buffers = Buffers()
-        self.counts = Counts()
-        self._lock = self._recorder_lock()
 
-    @staticmethod
-    def _recorder_lock():
-        import threading
+    def expert(
+        self, expert: int, stored: Expert, shards: list[PackedShard], reader: TensorReader
+    ) -> tuple[Counts, int]:
+        """Compare one expert on every rank that holds it.
 
-        return threading.Lock()
+        Returns:
+            (what it came to, bytes read).
+
+        Raises:
+            DataError: A file ended early.
+        """
+        counts, nbytes = Counts(), 0
+        seconds = [self._second(matrix, reader) for matrix in stored.matrices]
+        down: tuple[U8, U8] | None = None
+        for shard in shards:
+            if expert not in shard.rows:
+                continue
+            if down is None:
+                down = self._stored("down", stored.down, 0, stored.down.rows, reader)
+                nbytes += down[0].nbytes + down[1].nbytes
+            for name in MATRICES:
+                if name == "w13":
+                    parts = self._gate_up(stored, seconds, shard.tp_rank, reader)
+                    nbytes += sum(part.codes.nbytes + part.scales.nbytes for part in parts)
+                else:
+                    parts = [self._down(stored.down, seconds[2], down, shard.tp_rank)]
+                nbytes += self._matrix(shard, expert, name, parts, reader, counts)
+        return counts, nbytes
+
+    def _second(self, matrix: Matrix, reader: TensorReader) -> float:
+        if matrix.second is None:
+            return 1.0
+        value = np.empty(4, np.uint8)
+        reader.read(matrix.second, value)
+        return float(value.view("<f4")[0])
+
+    def _stored(self, role: str, matrix: Matrix, first: int, rows: int, reader: TensorReader) -> tuple[U8, U8]:
+        """Rows of a stored matrix: codes u8 [rows, bytes] and scales u8 [rows, groups]."""
+        read = []
+        for use, at, width in (
+            ("codes", matrix.codes, matrix.format.code_bytes(matrix.columns)),
+            ("scales", matrix.scales, matrix.columns // matrix.format.group),
+        ):
+            buffer = self._buffers.take(f"{role} {use}", rows * width)
+            reader.read(at, buffer, first * width)
+            read.append(buffer.reshape(rows, width))
+        return read[0], read[1]
+
+    def _gate_up(self, stored: Expert, seconds: list[float], tp_rank: int, reader: TensorReader) -> list[Part]:
+        share = self._geometry.intermediate
+        return [
+            Part(role, matrix, second, *self._stored(role, matrix, tp_rank * share, share, reader))
+            for role, matrix, second in zip(("gate", "up"), (stored.gate, stored.up), seconds, strict=False)
+        ]
+
+    def _down(self, matrix: Matrix, second: float, stored: tuple[U8, U8], tp_rank: int) -> Part:
+        share, form = self._geometry.intermediate, matrix.format
+        width, groups = form.code_bytes(share), share // form.group
+        codes, scales = stored
+        return Part(
+            "down",
+            matrix,
+            second,
+            codes[:, tp_rank * width : (tp_rank + 1) * width],
+            scales[:, tp_rank * groups : (tp_rank + 1) * groups],
+        )
+
+    def _packed(self, shard: PackedShard, name: str, row: int, reader: TensorReader) -> U8:
+        """One expert's row of a tensor of a shard."""
+        entry = shard.entry.tensors[name]
+        size = (entry.end - entry.begin) // entry.shape[0]
+        buffer = self._buffers.take(name, size)
+        reader.read(
+            Located(shard.path, TensorHeader(name, entry.dtype, entry.shape, entry.begin, entry.end)),
+            buffer,
+            row * size,
+        )
+        return buffer
+
+    def _matrix(
+        self, shard: PackedShard, expert: int, name: MatrixName, parts: list[Part], reader: TensorReader, counts: Counts
+    ) -> int:
+        tier, row = shard.rows[expert]
+        n, k = self._geometry.size(name)
+        words = self._packed(shard, f"{tier}.{name}", row, reader)
+        scales = self._packed(shard, f"{tier}.{name}_scale", row, reader)
+        global_scale = float(self._packed(shard, f"{tier}.{name}_global_scale", row, reader).view("<f4")[0])
+        kept_format = self._layers[str(shard.entry.layer)].kept_scale_format
+        codes = self._geometry.codes(tier, name).unpack(words.view("<u4"), n, k)
+        device = self._geometry.scales(tier, kept_format).unpack(scales, n, k)
+        error = self._errors.get((shard.entry.layer, expert), 0.0) if name == "w13" else 0.0
+        rows = n // len(parts)
+        for i, part in enumerate(parts):
+            where = f"layer {shard.entry.layer} expert {expert} {part.role} ({tier}.{name}[{row}])"
+            mine = slice(i * rows, (i + 1) * rows)
+            self._codes(shard, where, part, codes[mine])
+            self._scales(shard, where, part, device[mine], global_scale, error, counts)
+            counts.source_bytes += part.codes.size + part.scales.size
+        return words.nbytes + scales.nbytes + 4
+
+    def _codes(self, shard: PackedShard, where: str, part: Part, found: U8) -> None:
+        if np.array_equal(part.codes, found):
+            return
+        different = part.codes != found
+        row, byte = np.unravel_index(int(different.argmax()), different.shape)
+        self._recorder.find(
+            EXPERTS, shard.entry.path, f"{int(different.sum())} bytes of codes are not the source's", where=f"{where} row {row} byte {byte}",
+            expected=f"0x{part.codes[row, byte]:02X}", found=f"0x{found[row, byte]:02X}",
+        )  # fmt: skip
+
+    def _scales(
+        self, shard: PackedShard, where: str, part: Part, device: U8, global_scale: float, error: float, counts: Counts
+    ) -> None:
+        rule = scale_rule(part.matrix.format, part.second, global_scale, error)
+        pairs = np.bincount((part.scales.astype(np.uint16) << 8 | device).reshape(-1), minlength=1 << 16).reshape(
+            256, 256
+        )
+        counts.add(
+            Counts(0, int(pairs[rule.zero].sum()), int(pairs[rule.flushed].sum()), int(pairs[rule.saturated].sum()))
+        )
+        if not pairs[~rule.right].any():
+            return
+        wrong = ~rule.right[part.scales, device]
+        row, group = np.unravel_index(int(wrong.argmax()), wrong.shape)
+        self._recorder.find(
+            EXPERTS, shard.entry.path, f"{int(wrong.sum())} scales are not the source's", where=f"{where} row {row} group {group}",
+            expected=f"{rule.values[part.scales[row, group]]:.9g}", found=f"{rule.device_values[device[row, group]]:.9g}",
+        )  # fmt: skip
+
+
+def _shards(root: Path, manifest: Manifest, layer: int, scope: Scope, recorder: Recorder) -> Iterator[PackedShard]:
+    for entry in scope.shards(manifest):
+        if entry.layer == layer and entry.path not in recorder.bad_paths:
+            kept, tail = rank_tiers(manifest, layer, entry.rank)
+            rows: dict[int, tuple[Tier, int]] = {e: ("kept", i) for i, e in enumerate(kept)}
+            rows |= {e: ("tail", i) for i, e in enumerate(tail)}
+            yield PackedShard(entry, root / entry.path, topology_of(manifest).tp_rank(entry.rank), rows)
+
+
+def source_bytes(source: Checkpoint, layers: list[int]) -> int:
+    """Bytes of codes and scales of all experts of some layers."""
+    return sum(
+        at.header.nbytes
+        for layer in layers
+        for expert in source.layers[layer].experts.values()
+        for matrix in expert.matrices
+        for at in (matrix.codes, matrix.scales)
+    )
+
+
+def check_experts(
+    root: Path,
+    manifest: Manifest,
+    source: Checkpoint,
+    layers: list[int],
+    scope: Scope,
+    pool: Pool,
+    recorder: Recorder,
+    progress: Progress,
+) -> None:
+    """Compare every expert of some layers, on every rank of the scope, and that no part of the source is left over.
+
+    Args:
+        root: The pack.
+        manifest: Its manifest.
+        source: What it was made from.
+        layers: Layers of the scope that have the same structure in both.
+        scope: Shards to look at.
+        pool: Threads.
+        recorder: Gets the findings.
+        progress: Told bytes read.
+    """
+    total, lock, buffers = Counts(), threading.Lock(), Buffers()
+    spoiled = False
+    with recorder.checking(EXPERTS, "experts") as tally:
+        for layer in layers:
+            shards = list(_shards(root, manifest, layer, scope, recorder))
+            spoiled = spoiled or len(shards) < sum(entry.layer == layer for entry in scope.shards(manifest))
+            with TensorReader() as reader:
+                comparison = Comparison(manifest, recorder, buffers)
+
+                def compare(
+                    expert: int, layer: int, shards: list[PackedShard], comparison: Comparison, reader: TensorReader
+                ) -> None:
+                    nonlocal spoiled
+                    try:
+                        counts, nbytes = comparison.expert(expert, source.layers[layer].experts[expert], shards, reader)
+                    except DataError as error:
+                        spoiled = True
+                        recorder.find_error(EXPERTS, f"layer {layer} expert {expert}", error)
+                        return
+                    with lock:
+                        total.add(counts)
+                    _account(tally, nbytes)
+                    progress.advance(nbytes)
+
+                held = sorted({e for shard in shards for e in shard.rows})
+                pool.run(partial(compare, e, layer, shards, comparison, reader) for e in held)
+        if not spoiled and scope.rank is None:
+            _check_totals(manifest, source, layers, scope, total, recorder)
+
+
+def _account(tally: Tally, nbytes: int) -> None:
+    if nbytes:
+        tally.add(1, nbytes)
+
+
+def _check_totals(
+    manifest: Manifest, source: Checkpoint, layers: list[int], scope: Scope, total: Counts, recorder: Recorder
+) -> None:
+    """The ranks together hold the whole source, and the manifest's report counts what was found."""
+    whole = source_bytes(source, layers)
+    if total.source_bytes != whole:
+        recorder.find(
+            EXPERTS,
+            MANIFEST,
+            "the ranks together do not hold the source",
+            expected=f"{whole} bytes",
+            found=total.source_bytes,
+        )
+    if not scope.whole or len(layers) < len(manifest.layers):
+        return
+    for name, expected, found in (
+        ("groups_zero_scale", total.zero, manifest.report.groups_zero_scale),
+        ("blocks_flushed", total.flushed, manifest.report.blocks_flushed),
+        ("scales_saturated", total.saturated, manifest.report.scales_saturated),
+    ):
+        if expected != found:
+            recorder.find(
+                EXPERTS,
+                MANIFEST,
+                "not what the shards and the source come to",
+                where=f"report.{name}",
+                expected=expected,
+                found=found,
+            )

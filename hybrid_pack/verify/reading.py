@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hybrid_pack.errors import DataError, EnvironmentFailure
 
 
@@ -31,13 +34,14 @@ class PackFile:
         except OSError as error:
             raise EnvironmentFailure("cannot read", where=root / name, found=error.strerror) from error
 
-    def read(self, view: memoryview, offset: int) -> None:
-        """Fill a view from an offset.
+    def read(self, out: NDArray[np.uint8], offset: int) -> None:
+        """Fill an array, contiguous, from an offset.
 
         Raises:
             DataError: The file ends before.
             EnvironmentFailure: The system could not read.
         """
+        view = out.data
         while view.nbytes:
             try:
                 got = os.preadv(self._fd, [view], offset)
@@ -49,9 +53,9 @@ class PackFile:
 
     def take(self, begin: int, end: int) -> bytes:
         """Bytes ``begin .. end``, a small part."""
-        part = bytearray(end - begin)
-        self.read(memoryview(part), begin)
-        return bytes(part)
+        part = np.empty(end - begin, np.uint8)
+        self.read(part, begin)
+        return part.tobytes()
 
     def close(self) -> None:
         """Close."""

@@ -41,7 +41,9 @@ class Finding:
 
     def __str__(self) -> str:
         place = ": ".join(part for part in (self.path, self.where) if part)
-        details = [f"{key} {value}" for key, value in (("expected", self.expected), ("found", self.found)) if value is not None]
+        details = [
+            f"{key} {value}" for key, value in (("expected", self.expected), ("found", self.found)) if value is not None
+        ]
         text = f"{place}: {self.message}"
         return " ".join((f"{text} ({', '.join(details)})" if details else text).split())
 
@@ -132,7 +134,14 @@ class Recorder:
         """Files whose structure is wrong, so that reading their tensors would only repeat it."""
 
     def find(
-        self, check: str, path: str, message: str, *, where: str | None = None, expected: object = None, found: object = None
+        self,
+        check: str,
+        path: str,
+        message: str,
+        *,
+        where: str | None = None,
+        expected: object = None,
+        found: object = None,
     ) -> None:
         """Add a finding."""
 

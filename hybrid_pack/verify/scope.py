@@ -51,5 +51,10 @@ def make_scope(manifest: Manifest, rank: int | None, layers: Iterable[int] | Non
     unknown = sorted(layer for layer in wanted if str(layer) not in manifest.layers)
     if unknown or not wanted:
         have = ", ".join(manifest.layers)
-        raise UsageError("the pack has no such layer", where="--layers", expected=f"of {have}", found=unknown[0] if unknown else "none")
+        raise UsageError(
+            "the pack has no such layer",
+            where="--layers",
+            expected=f"of {have}",
+            found=unknown[0] if unknown else "none",
+        )
     return Scope(rank, wanted)

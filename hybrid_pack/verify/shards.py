@@ -78,4 +78,6 @@ def _global_scales(manifest: Manifest, shard: ShardEntry, name: str, file: PackF
             mantissa, exponent = math.frexp(value)
             right, wanted = mantissa == 0.5 and 0 <= 1 - exponent <= MXFP4_MAX_SHIFT, f"2^-0 to 2^-{MXFP4_MAX_SHIFT}"
         if not right:
-            recorder.find(HEADERS, shard.path, "not a global scale", where=f"{name}[{row}]", expected=wanted, found=f"{value!r}")
+            recorder.find(
+                HEADERS, shard.path, "not a global scale", where=f"{name}[{row}]", expected=wanted, found=f"{value!r}"
+            )

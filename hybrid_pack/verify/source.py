@@ -88,7 +88,11 @@ def comparable_layers(manifest: Manifest, source: Checkpoint, recorder: Recorder
         ("experts a token visits", config.top_k, geometry.top_k),
         ("activation", config.activation, layout.activation),
         ("NF3 levels", config.nf3_levels, layout.nf3_levels),
-        ("layers omitted", tuple(sorted(set(source.layers) - set(map(int, manifest.layers)))), manifest.report.layers_omitted),
+        (
+            "layers omitted",
+            tuple(sorted(set(source.layers) - set(map(int, manifest.layers)))),
+            manifest.report.layers_omitted,
+        ),
     )
     for what, expected, found in (*sizes, *others):
         if expected != found:
@@ -109,7 +113,14 @@ def comparable_layers(manifest: Manifest, source: Checkpoint, recorder: Recorder
         elif tiers.kept_scale_format != SCALE_FORMATS[layer.kept_format]:
             expected_format = SCALE_FORMATS[layer.kept_format]
             where = f"layer {key} kept_scale_format"
-            recorder.find(IDENTITY, MANIFEST, "not that of the source", where=where, expected=expected_format, found=tiers.kept_scale_format)
+            recorder.find(
+                IDENTITY,
+                MANIFEST,
+                "not that of the source",
+                where=where,
+                expected=expected_format,
+                found=tiers.kept_scale_format,
+            )
         else:
             layers.append(int(key))
     return layers
@@ -132,7 +143,9 @@ def check_base_bytes(
                 message = "not a base tensor of the source"
                 recorder.find(BASE_BYTES, packed[name].path.name, message, where=name)
             else:
-                recorder.find(BASE_BYTES, wanted[name].path.name, "a tensor of the source that the pack does not have", where=name)
+                recorder.find(
+                    BASE_BYTES, wanted[name].path.name, "a tensor of the source that the pack does not have", where=name
+                )
         pool.run(partial(compare, name) for name in both)
 
 

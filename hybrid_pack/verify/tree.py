@@ -58,7 +58,9 @@ def _look(path: Path, allowed: tuple[Path, ...]) -> Found:
         return Found("a symbolic link to itself", 0)
     if stat.S_ISREG(status.st_mode):
         return Found(None, status.st_size)
-    return Found("not a regular file", 0, "a link to a folder" if stat.S_ISDIR(status.st_mode) else stat.filemode(status.st_mode))
+    return Found(
+        "not a regular file", 0, "a link to a folder" if stat.S_ISDIR(status.st_mode) else stat.filemode(status.st_mode)
+    )
 
 
 def _walk(folder: Path, prefix: str, allowed: tuple[Path, ...]) -> Iterator[tuple[str, Found]]:
@@ -104,7 +106,8 @@ def check_tree(manifest: Manifest, present: Mapping[str, Found], scope: Scope, r
         scope: Shards outside it may be missing.
         recorder: Gets the findings; files that cannot be read as listed are spoiled.
     """
-    sizes = {entry.path: entry.bytes for entry in (*manifest.shards, *manifest.base.files, *manifest.files)}
+    sizes = {shard.path: shard.bytes for shard in manifest.shards}
+    sizes |= {file.path: file.bytes for file in (*manifest.base.files, *manifest.files)}
     outside = {shard.path for shard in manifest.shards if not scope.covers(shard)}
     with recorder.checking(FILE_SET, "files") as tally:
         for path, nbytes in sizes.items():
@@ -118,7 +121,9 @@ def check_tree(manifest: Manifest, present: Mapping[str, Found], scope: Scope, r
                 recorder.find(FILE_SET, path, found.problem, expected="a file", found=found.detail)
             elif found.nbytes != nbytes:
                 message = "truncated" if found.nbytes < nbytes else "longer than it should be"
-                recorder.find(FILE_SET, path, f"{message}; get it again", expected=f"{nbytes} bytes", found=found.nbytes)
+                recorder.find(
+                    FILE_SET, path, f"{message}; get it again", expected=f"{nbytes} bytes", found=found.nbytes
+                )
             else:
                 continue
             recorder.spoil(path)
@@ -126,4 +131,9 @@ def check_tree(manifest: Manifest, present: Mapping[str, Found], scope: Scope, r
             if name in sizes or name in (MANIFEST, README) or name.endswith(PARTIAL):
                 continue
             tally.add(1)
-            recorder.find(FILE_SET, name, f"not in the manifest{f': {found.problem}' if found.problem else ''}; remove it", found=found.detail)
+            recorder.find(
+                FILE_SET,
+                name,
+                f"not in the manifest{f': {found.problem}' if found.problem else ''}; remove it",
+                found=found.detail,
+            )

@@ -11,7 +11,8 @@ from types import ModuleType, TracebackType
 import pytest
 
 from hybrid_pack.errors import HybridPackError
-from hybrid_pack.io import bitmap, checkpoint as checkpoint_module, config, safetensors, shards
+from hybrid_pack.io import bitmap, config, safetensors, shards
+from hybrid_pack.io import checkpoint as checkpoint_module
 from hybrid_pack.io.checkpoint import open_checkpoint
 from tests.io.content_mutations import CONFIG_CASES, MAP_CASES, TENSOR_CASES
 from tests.io.file_mutations import HEADER_CASES, INDEX_CASES

@@ -69,7 +69,7 @@ def draw_case(draw: st.DrawFn, max_k: int) -> Case:
 
 @quick
 @given(draw_case(max_k=6))
-@example(Case((1, 2, 1), 33, 128, 1, 2, 3, 0))  # K = 1056: three of the kernel's K blocks, the last of one pair
+@example(Case((1, 2, 1), 33, 128, 1, 2, 3, 0))  # K = 1056: three of our kernel's K blocks, the last of one pair
 def test_nf3(case: Case) -> None:
     stored, rows = case.parts(12)
     layout, k = Nf32p1(case.tile_n), 32 * case.k
@@ -93,7 +93,7 @@ def test_fp4(case: Case) -> None:
 
 @quick
 @given(draw_case(max_k=40), st.sampled_from([16, 32]))
-@example(Case((1, 1), 33, 64, 1, 1, 1, 0), 16)  # three of the kernel's 16-group blocks, the last of one group
+@example(Case((1, 1), 33, 64, 1, 1, 1, 0), 16)
 def test_scales(case: Case, group: int) -> None:
     stored, rows = case.parts(1)
     layout, k = BlockScales(group), group * case.k

@@ -193,6 +193,16 @@ def test_an_empty_tier_has_no_tensors(kept: int, tail: int, tiers: set[str]) -> 
     assert len(tensors) == 7 * len(tiers)
 
 
+def test_small_tensors_come_last_even_after_smaller_weights() -> None:
+    """A tier of one expert beside a tier of many: its scales still begin before any list of ids."""
+    tensors = shard_tensors(RankGeometry(128, 64, (64, 128, 64, 128)), kept=1, tail=255, kept_scale_format="e8m0_k32")
+    scales, ids = (
+        next(i for i, t in enumerate(tensors) if t.name == name) for name in ("kept.w2_scale", "tail.expert_ids")
+    )
+    assert tensors[scales].nbytes < tensors[ids].nbytes
+    assert scales < ids
+
+
 def test_tiles_of_each_matrix_reach_its_layout() -> None:
     geometry = RankGeometry(3584, 192, (128, 64, 64, 128))
     assert geometry.codes("tail", "w13") == Nf32p1(64)

@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
-from hybrid_pack.convert import convert
-from hybrid_pack.io.checkpoint import open_checkpoint
-from hybrid_pack.plan import make_plan
-from hybrid_pack.sharding import Topology
-from hybrid_pack.synthetic import Spec, write_checkpoint
-from tests.runtime.dialects import DIALECTS
+from tests.runtime.dialects import Packs
 
 
-class Packs:
-    """Makes a source when it is first asked for, and a pack of it likewise."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def source(self, name: str, spec: Spec | None = None, quantization: dict[str, Any] | None = None, **config: Any) -> Path:
-        """A checkpoint of a dialect, or of a spec with keys of its config.json replaced."""
-        root = self._root / name / "source"
-        if not root.exists():
-            write_checkpoint(root, spec or DIALECTS[name])
-            document = json.loads((root / "config.json").read_text()) | config
-            document["quantization_config"] = document.get("quantization_config", {}) | (quantization or {})
-            (root / "config.json").write_text(json.dumps(document))
-        return root
-
-    def pack(self, name: str, tp: int = 1, ep: int = 1) -> Path:
-        """A pack of a source made before, or of a dialect."""
-        out = self._root / name / f"tp{tp}-ep{ep}"
-        if not out.exists():
-            convert(make_plan(open_checkpoint(self.source(name)), Topology(tp, ep)), out, workers=2)
-        return out
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices here are so small that waiting for a second thread takes longer than the work (20 times, measured)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

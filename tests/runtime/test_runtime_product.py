@@ -13,8 +13,7 @@ from hybrid_pack.runtime import HybridMoE, Pack
 from hybrid_pack.runtime.torch_backend import TorchBackend
 from tests.reference.floats import F64
 from tests.reference.moe import moe
-from tests.runtime.conftest import Packs
-from tests.runtime.dialects import DIALECTS, MAPPED, spec
+from tests.runtime.dialects import DIALECTS, MAPPED, Packs, spec
 from tests.runtime.sources import experts_of
 
 HIDDEN, EXPERTS, TOP_K = 256, 8, 3

@@ -1,0 +1,68 @@
+"""``hybrid-pack verify``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from hybrid_pack.cli.options import LAYERS
+from hybrid_pack.cli.progress import ByteProgress, size
+from hybrid_pack.cli.source import local_source
+
+
+@click.command()
+@click.argument("pack", type=click.Path(path_type=Path))
+@click.option("--source", help="The checkpoint it was made from, folder or Hub id: decode every expert and compare.")
+@click.option("--bit-map", type=click.Path(path_type=Path), help="JSON file with the bit map, as given to convert.")
+@click.option("--quick", is_flag=True, help="Structure only, no payload digests.")
+@click.option("--rank", type=int, help="Only this rank's shards.")
+@click.option("--layers", type=LAYERS, help="Only these layers' shards, such as 3-5,78.")
+@click.option("--workers", type=int, help="Threads; by default one a core.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    pack: Path,
+    source: str | None,
+    bit_map: Path | None,
+    quick: bool,
+    rank: int | None,
+    layers: tuple[int, ...] | None,
+    workers: int | None,
+    as_json: bool,
+) -> int:
+    """Prove a pack: structure, every digest and, with --source, every expert against the checkpoint.
+
+    Exit code 0 if nothing is wrong, 1 if something is.
+    """
+    from hybrid_pack.io.checkpoint import open_checkpoint
+    from hybrid_pack.verify import verify_pack
+
+    checkpoint = None
+    if source is not None:
+        root, name = local_source(source)
+        checkpoint = open_checkpoint(root, bit_map_file=bit_map, name=name)
+    with ByteProgress("verify", quiet=as_json) as progress:
+        report = verify_pack(
+            pack, source=checkpoint, quick=quick, rank=rank, layers=layers, workers=workers, progress=progress
+        )
+    if as_json:
+        click.echo(json.dumps(report.as_dict(), indent=1))
+    else:
+        for check in report.checks:
+            read = f", {size(check.nbytes)} in {check.seconds:.1f} s" if check.nbytes else ""
+            click.echo(f"  checked      {check.name}: {check.count:,} {check.unit}{read}")
+        for left in report.not_checked:
+            click.echo(f"  not checked  {left.what}: {left.why}")
+        for finding in report.findings:
+            click.echo(f"  WRONG        {finding}")
+        if report.findings_total > len(report.findings):
+            click.echo(f"  ... and {report.findings_total - len(report.findings)} more")
+    if not report.ok:
+        click.echo(f"hybrid-pack: {pack}: {report.findings_total} finding(s); first: {report.findings[0]}", err=True)
+        return 1
+    if not as_json:
+        click.echo(f"{pack}: nothing wrong found in {report.seconds:.1f} s")
+    return 0

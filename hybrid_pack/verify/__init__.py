@@ -1,0 +1,132 @@
+"""Verification: decoders only, nothing that packs. Returns a report, prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from hybrid_pack.errors import DataError, UsageError
+from hybrid_pack.io.checkpoint import Checkpoint
+from hybrid_pack.io.manifest import MANIFEST, README, read_manifest
+from hybrid_pack.schemas.manifest import Manifest
+from hybrid_pack.verify.base import check_base, check_config
+from hybrid_pack.verify.digests import check_digests, payload_bytes
+from hybrid_pack.verify.experts import check_experts, source_bytes
+from hybrid_pack.verify.pool import Pool, worker_count
+from hybrid_pack.verify.progress import Progress, Silent
+from hybrid_pack.verify.report import Check, Finding, NotChecked, Recorder, VerifyReport
+from hybrid_pack.verify.scope import Scope, make_scope
+from hybrid_pack.verify.shards import check_shards
+from hybrid_pack.verify.source import (
+    check_base_bytes,
+    check_identity,
+    check_small_files,
+    comparable_layers,
+    open_source,
+)
+from hybrid_pack.verify.tree import check_partial, check_tree, scan
+
+__all__ = ["Check", "Finding", "NotChecked", "Progress", "VerifyReport", "verify_pack"]
+
+RULES = "manifest"
+
+
+def verify_pack(
+    root: Path,
+    *,
+    source: Checkpoint | Path | None = None,
+    quick: bool = False,
+    rank: int | None = None,
+    layers: Iterable[int] | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Check a pack: manifest and its rules, files, headers, indexes, digests of every byte, and the source if given.
+
+    Args:
+        root: Folder of the pack.
+        source: What it was made from, or its folder: every expert of every rank is decoded and compared.
+        quick: Leave out payload digests; the manifest, config.json and index are still read.
+        rank: Only this rank's shards, and what all ranks share; other ranks' shards may be missing.
+        layers: Only these layers' shards, and what all layers share; other layers' shards may be missing.
+        workers: Threads; by default one a usable core.
+        progress: Told how it goes on.
+
+    Returns:
+        What was checked, what was not, what is wrong.
+
+    Raises:
+        UsageError: No such folder, rank or layer.
+        EnvironmentFailure: A file or folder cannot be read.
+    """
+    recorder, pool = Recorder(), Pool(worker_count(workers))
+    if not root.is_dir():
+        raise UsageError("no such folder", where=root, hint="give the folder of a pack")
+    present = scan(root)
+    check_partial(present, recorder)
+    link = present.get(MANIFEST)
+    manifest = None
+    with recorder.checking(RULES, "files") as tally:
+        try:
+            if link is not None and link.problem:
+                raise DataError(link.problem, where=MANIFEST, found=link.detail)
+            manifest = read_manifest(root)
+            tally.add(1, (root / MANIFEST).stat().st_size)
+        except DataError as error:
+            recorder.find_error(RULES, MANIFEST, error)
+    if manifest is None:
+        recorder.skip("everything else", "there is no valid manifest")
+        return recorder.report(root)
+    scope = make_scope(manifest, rank, layers)
+    _say_what_is_left_out(root, manifest, scope, quick, source is not None, recorder)
+    check_tree(manifest, present, scope, recorder)
+    check_config(root, manifest, recorder)
+    tensors = check_base(root, manifest, recorder)
+    check_shards(root, manifest, scope, pool, recorder)
+
+    opened = comparable = None
+    if source is not None:
+        opened = open_source(root, manifest, source, recorder) if isinstance(source, Path) else source
+    if opened is None and source is not None:
+        recorder.skip("everything against the source", "it could not be opened")
+    if opened is not None:
+        check_identity(manifest, opened, recorder)
+        same = comparable_layers(manifest, opened, recorder)
+        comparable = [layer for layer in same if scope.layers is None or layer in scope.layers]
+        if len(same) < len(manifest.layers):
+            lost = [layer for layer in manifest.layers if int(layer) not in same]
+            recorder.skip(
+                f"experts of layers {', '.join(lost)} against the source", "the source has another structure there"
+            )
+    watch = progress or Silent()
+    total = 0 if quick else payload_bytes(manifest, scope)
+    if opened is not None:
+        total += 2 * sum(at.header.nbytes for at in opened.base) + 2 * source_bytes(opened, comparable or [])
+    watch.start(total, 0)
+    if not quick:
+        check_digests(root, manifest, scope, pool, recorder, watch)
+    if opened is not None:
+        check_small_files(root, manifest, opened, recorder)
+        check_base_bytes(opened, tensors, pool, recorder, watch)
+        check_experts(root, manifest, opened, comparable or [], scope, pool, recorder, watch)
+    return recorder.report(root)
+
+
+def _say_what_is_left_out(
+    root: Path, manifest: Manifest, scope: Scope, quick: bool, with_source: bool, recorder: Recorder
+) -> None:
+    if scope.rank is not None:
+        recorder.skip(f"shards of ranks other than {scope.rank}", "only one rank was asked for")
+    if scope.layers is not None:
+        chosen = ", ".join(map(str, sorted(scope.layers)))
+        recorder.skip(f"shards of layers other than {chosen}", "only these layers were asked for")
+    if manifest.report.layers_omitted:
+        omitted = ", ".join(map(str, manifest.report.layers_omitted))
+        recorder.skip(f"experts of layers {omitted}", "the pack was made without them")
+    if quick:
+        recorder.skip("payload digests", "a quick verification was asked for")
+    if not with_source:
+        recorder.skip("whether the experts are the source's", "no source was given")
+    ignored = sorted(path.name for path in root.iterdir() if path.name == README or path.name.startswith("."))
+    if ignored:
+        recorder.skip(", ".join(ignored), "no digest covers them: people and tools may edit them")

@@ -1,0 +1,94 @@
+"""Which device scale byte is right for which stored one: exact values in float64, from decoders' tables alone.
+
+A scale is right if ``stored scale * second-level scale == value(device byte) * global scale * 2^constant``; all factors
+have few enough bits that both sides are exact. What a device byte cannot hold is told apart, to be counted: NVFP4 blocks
+so small that the kernel wants them zero, MXFP4 bytes above the largest one, and rounding where it was asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_pack.formats import e4m3, e8m0
+from hybrid_pack.formats.source import SourceFormat
+from hybrid_pack.layouts import scale_bytes
+
+FLUSH_BELOW = 2.0
+"""NVFP4 blocks whose value(byte) is below it are zero (b12x 1.1.0: 2^-6, before its factor of 2^7)."""
+
+ROUNDING = 2.0**-4
+"""Largest relative error of rounding to three mantissa bits."""
+
+_SLACK = 1e-12
+"""Of the comparisons that are no exact ones, those of requantised experts."""
+
+Pairs = NDArray[np.bool_]
+"""bool [256, 256]: for each stored byte and device byte."""
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """What is right for one expert matrix.
+
+    Attributes:
+        right: The same value, or one of the three below.
+        flushed: Zero because the value is too small for the kernel.
+        saturated: The largest because the value is too large for it.
+        zero: bool [256], stored bytes that mean zero and are counted as such.
+        values: f64 [256], the scale each stored byte means.
+        device_values: f64 [256], the scale each device byte means.
+    """
+
+    right: Pairs
+    flushed: Pairs
+    saturated: Pairs
+    zero: NDArray[np.bool_]
+    values: NDArray[np.float64]
+    device_values: NDArray[np.float64]
+
+
+def _stored_values(form: SourceFormat, second: float) -> NDArray[np.float64]:
+    if form.name == "mxfp4":
+        return e8m0.VALUES
+    return e4m3.VALUES * second if form.name == "nvfp4" else e4m3.VALUES / (16.0 if form.scale_times_16 else 1.0)
+
+
+def _mxfp4(global_scale: float) -> ScaleRule:
+    with np.errstate(all="ignore"):
+        values, device = e8m0.VALUES, scale_bytes.E8M0_VALUES * global_scale
+    saturated = np.zeros((256, 256), np.bool_)
+    saturated[:, scale_bytes.MXFP4_MAX_BYTE] = values > device[scale_bytes.MXFP4_MAX_BYTE]
+    right = values[:, None] == device[None, :]
+    return ScaleRule(right | saturated, np.zeros_like(right), saturated, np.zeros(256, np.bool_), values, device)
+
+
+@lru_cache(maxsize=64)
+def scale_rule(form: SourceFormat, second: float, global_scale: float, worst_error: float) -> ScaleRule:
+    """The rule for one matrix.
+
+    Args:
+        form: How the source stores it.
+        second: Its second-level scale; 1.0 where it has none.
+        global_scale: Of the device matrix.
+        worst_error: Relative error allowed; 0 unless the expert was requantised.
+    """
+    if form.name == "mxfp4":
+        return _mxfp4(global_scale)
+    nvfp4 = form.name == "nvfp4"
+    exponent = scale_bytes.NVFP4_VALUE_EXPONENT if nvfp4 else scale_bytes.NF3_VALUE_EXPONENT
+    unit = global_scale * 2.0**exponent
+    with np.errstate(all="ignore"):  # bytes that mean NaN or infinity are equal to nothing
+        values, device = _stored_values(form, second), scale_bytes.DEVICE_VALUES * unit
+        right = values[:, None] == device[None, :]  # -0 is 0
+        flushed = np.zeros_like(right)
+        if nvfp4:
+            wanted = values / unit  # in units of value(byte): times factor * 2^7, factor = second * 2^119 / global
+            flushed[:, 0] = (wanted > 0) & (wanted < FLUSH_BELOW * (1 if worst_error == 0 else 1 + _SLACK))
+            if worst_error > 0:
+                error = np.abs(scale_bytes.DEVICE_VALUES[None, :] / wanted[:, None] - 1)
+                right |= (wanted[:, None] > 0) & (error <= min(worst_error, ROUNDING) + _SLACK)
+    return ScaleRule(right | flushed, flushed, np.zeros_like(right), values == 0, values, device)
