@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 import traceback
+from functools import partial
 
 import click
 
@@ -54,36 +55,38 @@ def cli(ctx: click.Context, debug: bool) -> None:
     ctx.obj = debug
 
 
-def _fail(error: BaseException, line: str, code: int) -> int:
-    if "--debug" in sys.argv:
+def _fail(error: BaseException, line: str, code: int, *, debug: bool) -> int:
+    if debug:
         traceback.print_exception(error)
-    click.echo(f"hybrid-pack: {line}", err=True)
+    click.echo(f"hybrid-pack: {' '.join(line.split())}", err=True)
     return code
 
 
 def run(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    fail = partial(_fail, debug="--debug" in given)
     try:
         result = cli.main(arguments, prog_name="hybrid-pack", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except HybridPackError as error:
-        return _fail(error, str(error), error.exit_code)
+        return fail(error, str(error), error.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return 2
     except click.ClickException as error:
         at = f"{error.ctx.command_path}: " if isinstance(error, click.UsageError) and error.ctx else ""
-        return _fail(error, f"{at}{error.format_message()} (see --help)", 2)
+        return fail(error, f"{at}{error.format_message()} (see --help)", 2)
     except (KeyboardInterrupt, click.Abort) as error:
-        return _fail(error, "interrupted; finished files are kept for --resume", INTERRUPTED)
-    except BrokenPipeError:
+        return fail(error, "interrupted; finished files are kept for --resume", INTERRUPTED)
+    except (BrokenPipeError, SystemExit):  # SystemExit: what click makes of a broken pipe, whatever standalone_mode is
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EnvironmentFailure.exit_code
     except MemoryError as error:
-        return _fail(error, "out of memory; try fewer --workers", EnvironmentFailure.exit_code)
+        return fail(error, "out of memory; try fewer --workers", EnvironmentFailure.exit_code)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        return _fail(error, f"{where}{error.strerror or error}", EnvironmentFailure.exit_code)
+        return fail(error, f"{where}{error.strerror or error}", EnvironmentFailure.exit_code)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ class Bytes(click.ParamType):
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Bytes of a size."""
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", str(value).strip().lower())
+        match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([kmgt]?i?)b?", str(value).strip().lower())
         if match is None or match[2] not in UNITS:
             self.fail(f"{value!r} is not a size such as 1GiB or 500MB", param, ctx)
         return int(float(match[1]) * UNITS[match[2]])

@@ -111,7 +111,10 @@ def plan_json(plan: Plan, needs: Resources) -> dict[str, Any]:
             "expert_parallel": plan.topology.expert_parallel,
         },
         "tiles": plan.geometry.tiles,
-        "files": [{"path": f.path, "bytes": f.nbytes} for f in (*plan.shards, *plan.base)],
+        "files": [
+            *({"path": s.path, "bytes": s.nbytes} for s in plan.shards),
+            *({"path": b.path, "bytes": b.nbytes} for b in plan.base),
+        ],
         "ranks": [{"rank": r, **plan.rank_bytes(r)} for r in range(plan.topology.ranks)],
         "workers": needs.workers,
         "memory_bytes": needs.memory_bytes,
@@ -174,7 +177,7 @@ def conversion_json(done: Conversion, out: Path) -> dict[str, Any]:
 def conversion_text(done: Conversion, plan: Plan, out: Path) -> str:
     """The summary after ``convert``."""
     if not done.files_written:
-        return f"{out} is complete already: {done.files_kept} files of the same source and options; nothing was written"
+        return f"{out} is complete: its {done.files_kept} files, of the same source and options, were finished before"
     rate = f"{done.source_bytes / 1e9 / max(done.seconds, 1e-9):.2f} GB/s"
     report = done.manifest.report
     rows: list[Sequence[object]] = [

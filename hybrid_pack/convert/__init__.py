@@ -10,21 +10,25 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from hybrid_pack.convert.base import copy_base
 from hybrid_pack.convert.expert import ExpertPacker
 from hybrid_pack.convert.finish import write_manifest
-from hybrid_pack.convert.journal import Journal
+from hybrid_pack.convert.journal import STATE, Journal
 from hybrid_pack.convert.layer import LayerJob
 from hybrid_pack.convert.resources import Resources, require_disk, resources
 from hybrid_pack.convert.scales import OnScaleMismatch, check_pair, check_second
-from hybrid_pack.convert.target import begin, existing_pack, is_done, refuse_overlap
+from hybrid_pack.convert.target import begin, clear, existing_pack, is_done, refuse_overlap, remove_unfinished
+from hybrid_pack.convert.unchanged import require_same_headers, source_times
 from hybrid_pack.convert.warmup import compile_kernels
-from hybrid_pack.errors import DataError, EnvironmentFailure, HybridPackError
+from hybrid_pack.errors import DataError, EnvironmentFailure, HybridPackError, UsageError
 from hybrid_pack.io.checkpoint import Layer
+from hybrid_pack.io.config import CONFIG
+from hybrid_pack.io.digest import blake3_digest
+from hybrid_pack.io.manifest import MANIFEST
 from hybrid_pack.io.reader import TensorReader
 from hybrid_pack.plan import Plan
 from hybrid_pack.schemas.manifest import Manifest
@@ -103,10 +107,6 @@ def _second_scales(
     return seconds
 
 
-def _source_state(plan: Plan) -> list[tuple[int, int]]:
-    return [(s.st_size, s.st_mtime_ns) for s in (f.path.stat() for f in plan.source.shards.files)]
-
-
 def _jobs(
     out: Path, plan: Plan, journal: Journal, reader: TensorReader, on_mismatch: OnScaleMismatch
 ) -> list[LayerJob]:
@@ -127,6 +127,11 @@ def _layer_bytes(plan: Plan, index: int, experts: list[int]) -> int:
         for m in plan.source.layers[index].experts[e].matrices
         for at in (m.codes, m.scales)
     )
+
+
+def _sizes(plan: Plan) -> dict[str, int]:
+    """Bytes of every shard and base file."""
+    return {s.path: s.nbytes for s in plan.shards} | {b.path: b.nbytes for b in plan.base}
 
 
 class _Run:
@@ -186,8 +191,10 @@ def _fill(
         jobs = _jobs(out, plan, journal, reader, on_mismatch)
         todo = sum(_layer_bytes(plan, job.layer.index, job.experts) for job in jobs)
         todo += sum(t.header.nbytes for b in base for t in b.tensors)
-        paths = {s.path: s.nbytes for s in plan.shards} | {b.path: b.nbytes for b in plan.base}
-        require_disk(sum(n for path, n in paths.items() if path not in journal.records), out)
+        sizes = _sizes(plan)
+        missing = [path for path in sizes if path not in journal.records]
+        remove_unfinished(out, missing)
+        require_disk(sum(sizes[path] for path in missing), out)
         progress.start(plan.source_bytes, plan.source_bytes - todo)
         run = _Run(plan, workers)
 
@@ -254,46 +261,60 @@ def convert(
     began = time.monotonic()
     report = progress or Silent()
     out = out.absolute()
-    fingerprint = {**plan.fingerprint(), "on_scale_mismatch": on_scale_mismatch}
     files = len(plan.shards) + len(plan.base)
     try:
+        fingerprint = _fingerprint(plan, on_scale_mismatch)
+        require_same_headers(plan)
         refuse_overlap(out, plan)
         finished = existing_pack(out, plan, fingerprint, resume=resume, overwrite=overwrite)
         threads = resources(plan, out, workers, max_ram).workers
         out.mkdir(parents=True, exist_ok=True)
+        if finished is not None and not (out / STATE).exists():
+            return Conversion(finished, 0, files, 0, time.monotonic() - began, threads)
         journal = Journal(out)
         try:
             if finished is not None:
                 journal.remove()
                 return Conversion(finished, 0, files, 0, time.monotonic() - began, threads)
+            if (out / MANIFEST).exists() and not overwrite:  # looked for before, but not yet under the lock
+                raise UsageError("another conversion has just finished here", where=out, hint="choose another --out")
             begin(out, journal, fingerprint, resume=resume, overwrite=overwrite)
             for line in compile_kernels():
                 report.note(line)
-            before = _source_state(plan)
-            kept = sum(is_done(out, journal, f.path) for f in (*plan.shards, *plan.base))
+            kept = sum(is_done(out, journal, path) for path in _sizes(plan))
             read = _fill(out, plan, journal, threads, on_scale_mismatch, report)
-            if _source_state(plan) != before:
-                journal.begin(fingerprint)  # nothing written from a moving source may be taken up again
+            if source_times(plan) != fingerprint["source_times"]:
+                clear(out, journal, force=True)  # nothing written from a moving source may be taken up again
                 raise DataError(
-                    "the source changed while it was read",
+                    "the source changed while it was read: what was written is removed",
                     where=plan.source.root,
                     hint="run again with --resume once nothing writes to it",
                 )
-            manifest = write_manifest(out, plan, journal.records)
+            manifest = write_manifest(out, plan, journal)
             journal.remove()
         finally:
+            if not journal.begun:  # refused before anything was begun: leave no trace
+                journal.remove()
             journal.close()
     except OSError as error:
         raise _environment(error, out, plan) from error
     return Conversion(manifest, files - kept, kept, read, time.monotonic() - began, threads)
 
 
+def _fingerprint(plan: Plan, on_scale_mismatch: OnScaleMismatch) -> dict[str, Any]:
+    """What must be equal for an unfinished conversion to be taken up again."""
+    shared = plan.fingerprint()
+    shared["bit_map"] = blake3_digest(f"{shared['bit_map']} {blake3_digest(plan.written[CONFIG])}".encode())
+    return {**shared, "on_scale_mismatch": on_scale_mismatch, "source_times": source_times(plan)}
+
+
 def _environment(error: OSError, out: Path, plan: Plan) -> HybridPackError:
     """A system error as a message that says what was kept."""
-    names = [f.path for f in (*plan.shards, *plan.base)]
+    names = list(_sizes(plan))
     done = sum((out / name).is_file() for name in names)
-    what = "the disk is full" if error.errno in DISK_FULL else "the system failed"
+    full = error.errno in DISK_FULL
+    what, remedy = ("the disk is full", "make room") if full else ("the system failed", "put that right")
     return EnvironmentFailure(
         what, where=error.filename or out, found=error.strerror or error,
-        hint=f"{done} of {len(names)} files are finished and kept: make room and run again with --resume",
+        hint=f"{done} of {len(names)} files are finished and kept: {remedy} and run again with --resume",
     )  # fmt: skip

@@ -127,8 +127,8 @@ class ExpertPacker:
             self._packed = aligned_buffer(needed)
         rows: dict[str, Buffer] = {}
         begin = 0
-        for name, nbytes in sizes.items():
-            rows[name] = self._packed[begin : begin + nbytes]
+        for tensor, nbytes in sizes.items():
+            rows[tensor] = self._packed[begin : begin + nbytes]
             begin += _aligned(nbytes)
         return rows
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_pack._version import __version__
-from hybrid_pack.convert.journal import Record
+from hybrid_pack.convert.journal import Journal, Record
 from hybrid_pack.io.digest import blake3_digest
 from hybrid_pack.io.manifest import BASE_INDEX, MANIFEST, decode_manifest, encode_manifest
 from hybrid_pack.io.output import make_folder, write_small
@@ -14,13 +14,22 @@ from hybrid_pack.plan import SCALE_FORMATS, Plan, ShardPlan
 from hybrid_pack.schemas.manifest import FORMAT, FORMAT_VERSION, LAYOUT_ABI, Manifest
 
 
-def _small_files(out: Path, plan: Plan) -> list[Record]:
+def _text(text: str) -> str:
+    """Text that UTF-8 can hold: a file name of other bytes has surrogates in it."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _small_files(out: Path, plan: Plan, journal: Journal) -> list[Record]:
     contents = {name: path.read_bytes() for name, path in plan.copied.items()} | dict(plan.written)
     entries = []
+    for name in {*journal.records} - {*contents} - {s.path for s in plan.shards} - {b.path for b in plan.base}:
+        (out / name).unlink(missing_ok=True)  # an earlier run copied it, the source has lost it since
     for name in sorted(contents):
+        entry = {"path": name, "bytes": len(contents[name]), "digest": blake3_digest(contents[name])}
+        journal.add(entry)  # until there is a manifest, only this tells that the file is ours
         make_folder(out, (out / name).parent)
         write_small(out / name, contents[name])
-        entries.append({"path": name, "bytes": len(contents[name]), "digest": blake3_digest(contents[name])})
+        entries.append(entry)
     return entries
 
 
@@ -60,7 +69,7 @@ def _report(plan: Plan, records: dict[str, Record]) -> Record:
             for (layer, expert), error in sorted(worst.items())
         ],
         "layers_omitted": list(plan.omitted),
-        "notes": list(plan.notes),
+        "notes": [_text(note) for note in plan.notes],
     }
 
 
@@ -106,7 +115,7 @@ def _document(plan: Plan, records: dict[str, Record], small: list[Record]) -> di
         },
         "files": small,
         "source": {
-            "name": source.name,
+            "name": _text(source.name),
             "config_digest": source.config_digest,
             "index_digest": source.index_digest,
             "files": [{"path": f.path.name, "bytes": f.nbytes, "digest": f.digest} for f in source.shards.files],
@@ -115,15 +124,15 @@ def _document(plan: Plan, records: dict[str, Record], small: list[Record]) -> di
     }
 
 
-def write_manifest(out: Path, plan: Plan, records: dict[str, Record]) -> Manifest:
+def write_manifest(out: Path, plan: Plan, journal: Journal) -> Manifest:
     """Write the small files and, last, the manifest.
 
     Args:
         out: The pack.
         plan: What was written.
-        records: Of every shard and base file.
+        journal: Has a record of every shard and base file.
     """
-    data = encode_manifest(_document(plan, records, _small_files(out, plan)))
+    data = encode_manifest(_document(plan, journal.records, _small_files(out, plan, journal)))
     manifest = decode_manifest(data, out / MANIFEST)
     write_small(out / MANIFEST, data)
     return manifest

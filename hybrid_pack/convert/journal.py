@@ -1,17 +1,24 @@
 """The journal of an unfinished conversion: which files are done, for which source and options, and who is at work.
 
-One JSON object a line in ``hybrid_pack.state.partial``: first the fingerprint, then a record for each finished file. A
-record is durable before its file gets its name, so a file with a record is whole; a torn last line is
-as if it had not been written.
+Lines of JSON are added to ``hybrid_pack.state.partial``, never changed; a torn line is as if it had not been written:
+
+==============================  ================================================================================
+``{"begin": fingerprint}``      a conversion of this source and options starts from nothing
+``{"path": ..., ...}``          this file is whole. The line is durable before the file gets its name
+``{"forget": path}``            that file is not there after all. Durable before it is written anew
+``{"clear": [paths]}``          these files are being removed, whoever comes next goes on with that
+==============================  ================================================================================
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +35,9 @@ class Journal:
     """An open, locked journal.
 
     Attributes:
-        fingerprint: Of the run that began it; None if it is new.
+        fingerprint: Of the run that began it; None if none did.
         records: By path.
+        clearing: Paths whose removal was begun and not ended; None where there is nothing to remove.
     """
 
     def __init__(self, root: Path) -> None:
@@ -53,41 +61,80 @@ class Journal:
                 if self.path.stat().st_ino == os.fstat(self._fd).st_ino:
                     break
             os.close(self._fd)  # the other finished and removed it between our open and our lock
-        self.fingerprint, self.records = self._load()
+        self.fingerprint: Record | None = None
+        self.records: dict[str, Record] = {}
+        self.clearing: frozenset[str] | None = None
+        self._load()
 
-    def _load(self) -> tuple[Record | None, dict[str, Record]]:
+    @property
+    def begun(self) -> bool:
+        """Whether it holds anything that a later run must know."""
+        return self.fingerprint is not None or self.clearing is not None
+
+    def _load(self) -> None:
         text = b""
         while chunk := os.read(self._fd, 1 << 20):
             text += chunk
-        whole = text[: text.rfind(b"\n") + 1]
-        if whole != text:
-            os.ftruncate(self._fd, len(whole))
-        lines = [json.loads(line) for line in whole.splitlines()]
-        return (lines[0] if lines else None), {record["path"]: record for record in lines[1:]}
+        whole = 0
+        for line in text.splitlines(keepends=True):
+            if not self._take(line):
+                break
+            whole += len(line)
+        if whole != len(text):
+            os.ftruncate(self._fd, whole)
+
+    def _take(self, text: bytes) -> bool:
+        """Carry out one line; false if it is torn."""
+        try:
+            line = json.loads(text) if text.endswith(b"\n") else None
+        except ValueError:
+            return False
+        if not isinstance(line, dict):
+            return False
+        if "begin" in line:
+            self.fingerprint, self.records, self.clearing = line["begin"], {}, None
+        elif "clear" in line:
+            self.fingerprint, self.records, self.clearing = None, {}, frozenset(line["clear"])
+        elif "forget" in line:
+            self.records.pop(line["forget"], None)
+        elif "path" in line:
+            self.records[line["path"]] = line
+        else:
+            return False
+        return True
 
     def begin(self, fingerprint: Record) -> None:
         """Start over for a source and options."""
-        os.ftruncate(self._fd, 0)
-        self.fingerprint, self.records = fingerprint, {}
-        self._append(fingerprint)
+        self._append({"begin": fingerprint})
+        fsync_folder(self.path.parent)
+
+    def clear(self, paths: Iterable[str]) -> None:
+        """Say that these files are going to be removed, and that no record counts any more."""
+        self._append({"clear": sorted(paths)})
         fsync_folder(self.path.parent)
 
     def add(self, record: Record) -> None:
         """Record a finished file, durably. Safe for many threads."""
-        with self._lock:
-            self._append(record)
-            self.records[record["path"]] = record
+        self._append(record)
 
     def forget(self, path: str) -> None:
-        """Treat a recorded file as not done; a later record of it replaces the old."""
-        self.records.pop(path, None)
+        """Take back the record of a file that is not there: it may be written anew, and be unfinished, from now on."""
+        if path in self.records:
+            self._append({"forget": path})
 
     def _append(self, line: Record) -> None:
-        os.lseek(self._fd, 0, os.SEEK_END)
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
-        if os.write(self._fd, data) != len(data):
-            raise OSError(28, os.strerror(28))
-        os.fsync(self._fd)
+        with self._lock:
+            end = os.lseek(self._fd, 0, os.SEEK_END)
+            try:
+                if os.write(self._fd, data) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+                os.fsync(self._fd)
+            except BaseException:
+                with contextlib.suppress(OSError):  # other threads may still add lines: no torn one before theirs
+                    os.ftruncate(self._fd, end)
+                raise
+            self._take(data)
 
     def remove(self) -> None:
         """Remove the journal: the conversion is complete, or nothing was begun."""

@@ -15,6 +15,9 @@ PROCESS_BYTES = 300 << 20
 """Python, numpy, numba and the plan itself; measured 210 MiB at GLM-5.2 size, with room."""
 
 
+MAX_WORKERS = 1024
+
+
 @dataclass(frozen=True)
 class Resources:
     """An estimate for a plan.
@@ -61,8 +64,8 @@ def resources(plan: Plan, out: Path, workers: int | None = None, max_ram: int | 
         UsageError: Not even one worker fits the limit.
     """
     wanted = default_workers() if workers is None else workers
-    if wanted < 1:
-        raise UsageError("at least one worker is needed", where="--workers", found=workers)
+    if not 1 <= wanted <= MAX_WORKERS:
+        raise UsageError("not a number of workers", where="--workers", expected=f"1 to {MAX_WORKERS}", found=workers)
     each = _worker_bytes(plan)
     if max_ram is not None:
         fitting = (max_ram - PROCESS_BYTES) // each

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from hybrid_pack.convert.journal import STATE, Journal
 from hybrid_pack.errors import DataError, UsageError
+from hybrid_pack.io.config import CONFIG
+from hybrid_pack.io.digest import blake3_digest
 from hybrid_pack.io.manifest import BASE_INDEX, MANIFEST, README, read_manifest
 from hybrid_pack.io.output import PARTIAL, fsync_folder
 from hybrid_pack.plan import Plan
@@ -61,9 +64,19 @@ def matches_manifest(manifest: Manifest, fingerprint: dict[str, Any], plan: Plan
     files = [(f.path, f.bytes, f.digest) for f in manifest.source.files]
     if files != [(f.path.name, f.nbytes, f.digest) for f in plan.source.shards.files]:
         return "the source's safetensors files have changed"
-    if any(tuple(tiers.kept) != plan.source.layers[int(i)].kept for i, tiers in manifest.layers.items()):
+    config = next(f.digest for f in manifest.files if f.path == CONFIG)
+    if config != blake3_digest(plan.written[CONFIG]):
         return "the bit map has changed"
+    if manifest.report.experts_requantized and fingerprint["on_scale_mismatch"] == "refuse":
+        return "on_scale_mismatch is requantize, now refuse"
     return None
+
+
+def _incomplete(out: Path, manifest: Manifest) -> str | None:
+    """A file that a finished pack has lost, by its size alone, or None."""
+    sizes = {s.path: s.bytes for s in manifest.shards}
+    sizes |= {f.path: f.bytes for f in (*manifest.base.files, *manifest.files)}
+    return next((path for path, nbytes in sizes.items() if not _is_whole(out / path, nbytes)), None)
 
 
 def existing_pack(
@@ -115,35 +128,58 @@ def existing_pack(
             where=out,
             hint="choose another --out, or --overwrite",
         )
+    lost = _incomplete(out, manifest)
+    if lost is not None:
+        raise UsageError(
+            "the pack there is damaged: a file is missing or of another size",
+            where=out / lost,
+            hint="start over with --overwrite",
+        )
     return manifest
 
 
-def clear(out: Path) -> None:
+def clear(out: Path, journal: Journal, *, force: bool = False) -> None:
     """Remove what a conversion wrote there, manifest first, and nothing else.
 
+    Args:
+        out: The pack.
+        journal: Told what is going to be removed, so that an interrupted removal is taken up again.
+        force: Leave files that no conversion wrote where they are, instead of refusing.
+
     Raises:
-        UsageError: A file that no conversion wrote is among it.
+        UsageError: A file that no conversion wrote is among it; nothing was removed.
     """
-    listed: set[str] = set()
+    ours = set(journal.clearing or ()) | set(journal.records)
     with contextlib.suppress(DataError):
-        listed = set(read_manifest(out).paths())
-    (out / MANIFEST).unlink(missing_ok=True)
-    fsync_folder(out)
+        ours |= set(read_manifest(out).paths())
+    found: list[Path] = []
+    folders = {out / "experts"}
     foreign = []
     for path in sorted(out.rglob("*"), reverse=True):
         name = path.relative_to(out).as_posix()
+        stem = name.removesuffix(PARTIAL)
         if path.is_dir() and not path.is_symlink():
-            with contextlib.suppress(OSError):
-                path.rmdir()
-        elif _OURS.fullmatch(name.removesuffix(PARTIAL)) or name in listed or name == STATE:
-            if name != STATE:
-                path.unlink()
-        elif name != README and not name.startswith("."):
+            if name.startswith("experts/"):
+                folders.add(path)
+        elif name in (STATE, README) or name.startswith("."):
+            continue
+        elif stem in ours or _OURS.fullmatch(stem):
+            found.append(path)
+            folders.update(out / parent for parent in path.relative_to(out).parents[:-1])
+        else:
             foreign.append(name)
-    if foreign:
+    if foreign and not force:
         raise UsageError(
             "files no conversion wrote are in the way", where=out, found=", ".join(foreign[:3]), hint="move them away"
         )
+    journal.clear(ours)
+    (out / MANIFEST).unlink(missing_ok=True)
+    fsync_folder(out)
+    for path in found:
+        path.unlink(missing_ok=True)
+    for folder in sorted(folders, reverse=True):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def begin(out: Path, journal: Journal, fingerprint: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
@@ -152,8 +188,8 @@ def begin(out: Path, journal: Journal, fingerprint: dict[str, Any], *, resume: b
     Raises:
         UsageError: The journal is of another source or other options.
     """
-    if overwrite:
-        clear(out)
+    if overwrite or journal.clearing is not None:
+        clear(out, journal)
     if overwrite or journal.fingerprint is None:
         journal.begin(fingerprint)
         return
@@ -176,16 +212,44 @@ def begin(out: Path, journal: Journal, fingerprint: dict[str, Any], *, resume: b
 
 
 def is_done(out: Path, journal: Journal, path: str) -> bool:
-    """Whether a file is whole. One that was recorded but not yet renamed gets its name now."""
+    """Whether a file is whole. One that was recorded but not yet renamed gets its name now.
+
+    Raises:
+        UsageError: A symbolic link is where a folder should be.
+    """
+    final = out / path
+    _refuse_links(out, final.parent)
     record = journal.records.get(path)
     if record is None:
         return False
-    final = out / path
     partial = final.with_name(final.name + PARTIAL)
-    if not final.exists() and partial.is_file() and partial.stat().st_size == record["bytes"]:
+    if not final.exists() and _is_whole(partial, record["bytes"]):
         partial.replace(final)
         fsync_folder(final.parent)
-    if final.is_file() and not final.is_symlink() and final.stat().st_size == record["bytes"]:
+    if _is_whole(final, record["bytes"]):
         return True
     journal.forget(path)
     return False
+
+
+def _is_whole(path: Path, nbytes: int) -> bool:
+    return path.is_file() and not path.is_symlink() and path.stat().st_size == nbytes
+
+
+def _refuse_links(out: Path, folder: Path) -> None:
+    for part in (folder, *folder.parents):
+        if part == out:
+            return
+        if part.is_symlink():
+            raise UsageError(
+                "in the way of the output", where=part, expected="a folder", found="a symbolic link", hint="remove it"
+            )
+
+
+def remove_unfinished(out: Path, paths: Iterable[str]) -> None:
+    """Give back the space of what a killed run left of files that are not done."""
+    for path in paths:
+        final = out / path
+        for left in (final.with_name(final.name + PARTIAL), final):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                left.unlink()

@@ -66,10 +66,27 @@ Header = tuple[str, tuple[int, ...]]
 """(safetensors dtype, shape) of a tensor."""
 
 
+_CT_SCALES = {("F8_E4M3", 8): "NVFP4", ("U8", 16): "MXFP4"}
+"""(scale dtype, bytes of weight_packed for one scale) of compressed-tensors' formats; NF3 has 12."""
+
+
+def _compressed_tensors(fields: dict[str, Header]) -> str | None:
+    """The compressed-tensors format, where ``weight_packed`` is one."""
+    (_, packed), (dtype, scales) = fields["weight_packed"], fields.get("weight_scale", ("", ()))
+    if len(packed) != 2 or len(scales) != 2 or not scales[1] or packed[1] % scales[1]:
+        return None
+    return _CT_SCALES.get((dtype, packed[1] // scales[1]))
+
+
 def _columns(fields: dict[str, Header]) -> tuple[str, int, int] | Unsupported:
     """(codes field, N, K) of the packed codes; K of ``weight_packed`` is still open and given for three bits."""
     if "weight_packed" in fields:
         dtype, shape = fields["weight_packed"]
+        other = _compressed_tensors(fields)
+        if other is not None:
+            return Unsupported(
+                f"weight_packed is {other} as compressed-tensors stores it; this version does not read that"
+            )
         if dtype not in ("U8", "I8") or len(shape) != 2 or shape[1] % 3:
             return Unsupported(f"weight_packed is {dtype} {list(shape)}, not NF3's U8 [N, K/8*3]")
         return "weight_packed", shape[0], shape[1] // 3 * 8
@@ -112,7 +129,6 @@ def detect(fields: dict[str, Header]) -> tuple[SourceFormat, int, int] | Unsuppo
             return SourceFormat("nf3", codes_field, scale_field, None, 32, scale_dtype == "U8"), rows, columns
         return Unsupported(
             f"weight_packed {list(fields[codes_field][1])} with {scale_field} {scale_dtype} {list(scale_shape)} is not NF3"
-            " (compressed-tensors FP4 is not supported by this version)"
         )
     if group == 16 and scale_dtype == "F8_E4M3":
         return SourceFormat("nvfp4", codes_field, scale_field, "weight_scale_2", 16), rows, columns

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 def matches(pattern: str, module: str) -> bool:
     """Whether an entry of ``ignore`` or ``exclude_modules`` names a module or one of its parents.
 
-    Known spellings: ``x``, ``x*``, ``x.*``, ``x.``, ``*.x.*`` and ``re:...`` (matched from the start, as
+    Known spellings: ``x``, ``x*``, ``x.*``, ``x.``, ``*.x.*``, ``*x.*`` and ``re:...`` (matched from the start, as
     compressed-tensors does). A star at the end of a segment that ends in a digit adds nothing.
     """
     if pattern.startswith("re:"):
@@ -22,10 +22,11 @@ def matches(pattern: str, module: str) -> bool:
         wanted.pop()
     wanted = [re.sub(r"(\d)\*$", r"\1", part) for part in wanted]
     parts = module.split(".")
+    starts = range(1)
     if wanted and wanted[0] == "*":
         starts, wanted = range(1, len(parts)), wanted[1:]
-    else:
-        starts = range(1)
+    elif wanted and wanted[0].startswith("*"):
+        starts = range(len(parts))
     if not wanted:
         return False
     return any(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def read_manifest(root: Path) -> Manifest:
         if path.stat().st_size > _MAX_MANIFEST_BYTES:
             raise DataError("too large for a manifest", where=path, found=f"{path.stat().st_size} bytes")
         text = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise DataError("not a pack: it has no manifest", where=path, hint="finish the conversion with --resume") from None
     except OSError as error:
         raise EnvironmentFailure("cannot read", where=path, found=error.strerror) from error
@@ -149,7 +150,7 @@ def check_manifest(manifest: Manifest, where: object) -> None:
     if layout.tiles != tiles:
         refuse("layout.tiles are not the tiles of this geometry", tiles, layout.tiles)
     levels = layout.nf3_levels
-    if not all(map(math.isfinite, levels)) or any(a >= b for a, b in zip(levels, levels[1:], strict=False)):
+    if not all(map(math.isfinite, levels)) or any(a >= b for a, b in pairwise(levels)):
         refuse("layout.nf3_levels do not ascend", "eight finite ascending numbers", levels)
     _check_layers(manifest, refuse)
     _check_shards(manifest, topology, refuse)
@@ -168,18 +169,22 @@ def _check_layers(manifest: Manifest, refuse: Any) -> None:
         for tier, ids in (("kept", tiers.kept), ("tail", tiers.tail)):
             if list(ids) != sorted(set(ids)):
                 refuse(f"layers.{layer}.{tier} is not ascending", "ascending expert ids", list(ids)[:8])
-        if sorted((*tiers.kept, *tiers.tail)) != list(everyone):
+        ids = (*tiers.kept, *tiers.tail)
+        if len(ids) != len(everyone) or sorted(ids) != list(everyone):  # in this order: the number may be absurd
             refuse(f"layers.{layer}: kept and tail together are not every expert once", f"0..{len(everyone) - 1}", f"{len(tiers.kept)} + {len(tiers.tail)}")
         if bool(tiers.kept) != (tiers.kept_scale_format is not None):
             refuse(f"layers.{layer}.kept_scale_format", "a format where experts are kept, else null", tiers.kept_scale_format)
 
 
 def _check_shards(manifest: Manifest, topology: Topology, refuse: Any) -> None:
+    count = len(manifest.layers) * topology.ranks
+    if len(manifest.shards) != count:
+        refuse("shards are not one for each layer and rank", count, len(manifest.shards))
     wanted = [(int(layer), rank) for layer in manifest.layers for rank in range(topology.ranks)]
     found = [(shard.layer, shard.rank) for shard in manifest.shards]
     if found != wanted:
-        missing = next((pair for pair in wanted if pair not in set(found)), None)
-        refuse("shards are not one for each layer and rank, in order", f"{len(wanted)} shards", f"{len(found)}; missing (layer, rank) {missing}")
+        expected, wrong = next(pair for pair in zip(wanted, found, strict=True) if pair[0] != pair[1])
+        refuse("shards are not in the order of layer and rank", f"(layer, rank) {expected}", wrong)
     for shard in manifest.shards:
         path = shard_path(topology.folder, shard.rank, shard.layer)
         if shard.path != path:
@@ -215,8 +220,9 @@ def _check_files(manifest: Manifest, refuse: Any) -> None:
     for file in (*manifest.base.files, *manifest.files):
         if not file.digest.startswith("blake3:"):
             refuse(f"{file.path}: digest", "blake3", file.digest)
-        if file.path in (MANIFEST, README) or file.path.startswith("experts/"):
-            refuse("a path that cannot be listed here", "neither manifest, README.md nor an expert shard", file.path)
+        if file.path in (MANIFEST, README) or file.path.startswith((".", "experts/")) or file.path.endswith(".partial"):
+            wanted = "neither manifest, README.md, expert shard, dot file nor .partial"
+            refuse("a path that cannot be listed here", wanted, file.path)
     listed = {file.path for file in manifest.files}
     if (manifest.base.index is None) != (not manifest.base.files):
         refuse("base.index", "a path where there are base files, else null", manifest.base.index)
@@ -241,4 +247,5 @@ def _check_report(manifest: Manifest, refuse: Any) -> None:
         refuse("report.experts_requantized is not in order", "each (layer, expert) once, ascending", listed[:8])
     for layer, expert in listed:
         if str(layer) not in manifest.layers or expert not in manifest.layers[str(layer)].kept:
-            refuse("report.experts_requantized names an expert that is not kept", "a kept expert", f"layer {layer} expert {expert}")
+            where_it_is = f"layer {layer} expert {expert}"
+            refuse("report.experts_requantized names an expert that is not kept", "a kept expert", where_it_is)

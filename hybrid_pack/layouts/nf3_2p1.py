@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_pack.layouts.rows import Rows
+from hybrid_pack.layouts.rows import Rows, require_size, require_tiles
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Nf32p1:
         """
         from hybrid_pack.layouts.pack_kernels import pack_nf3_2p1
 
-        _check(rows, k // 8 * 3, first_row, n, out.size, self.shape(n, k)[0])
-        if n % self.tile_n or k % 32:
-            raise ValueError(f"[{n}, {k}] does not divide into tiles of {self.tile_n} rows and 32 columns")
+        require_tiles(n, k, self.tile_n, 32)
+        rows.require(k // 8 * 3, first_row, n)
+        require_size(out, self.shape(n, k))
         words, start, stride = rows.words
         pack_nf3_2p1(words, start, stride, rows.count // 64, k // 16, out, first_row // 64, self.tile_n // 2)
 
@@ -57,20 +57,8 @@ class Nf32p1:
         """Inverse: u32 [(K/16) * (N/2) * 3] to stored rows u8 [N, K/8*3]."""
         from hybrid_pack.layouts.unpack_kernels import unpack_nf3_2p1
 
+        require_tiles(n, k, self.tile_n, 32)
+        require_size(words, self.shape(n, k))
         out = np.empty((n, k // 8 * 3), np.uint8)
         unpack_nf3_2p1(words.reshape(-1, 3), self.tile_n, out)
         return out
-
-
-def _check(rows: Rows, width: int, first_row: int, n: int, out_size: int, expected_size: int) -> None:
-    if (
-        rows.width != width
-        or rows.count % 64
-        or first_row % 64
-        or first_row + rows.count > n
-        or out_size != expected_size
-    ):
-        raise ValueError(
-            f"rows {first_row}..{first_row + rows.count} of {rows.width} bytes do not fit {n} rows of {width} bytes"
-            f" in {expected_size} elements (out has {out_size})"
-        )

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_pack.layouts.nf3_2p1 import _check
-from hybrid_pack.layouts.rows import Rows
+from hybrid_pack.layouts.rows import Rows, require_size, require_tiles
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,9 @@ class PackedFp4:
         """
         from hybrid_pack.layouts.pack_kernels import pack_fp4
 
-        _check(rows, k // 2, first_row, n, out.size, k // 16 * (n // 64) * 128)
+        require_tiles(n, k, 64, 16)
+        rows.require(k // 2, first_row, n)
+        require_size(out, self.shape(n, k))
         words, start, stride = rows.words
         pack_fp4(words, start, stride, rows.count // 64, k // 16, out, first_row // 64, n // 64)
 
@@ -45,6 +46,8 @@ class PackedFp4:
         """Inverse: u32 [K/16 * N/64 * 128] to stored rows u8 [N, K/2]."""
         from hybrid_pack.layouts.unpack_kernels import unpack_fp4
 
+        require_tiles(n, k, 64, 16)
+        require_size(words, self.shape(n, k))
         out = np.empty((n, k // 2), np.uint8)
         unpack_fp4(words.reshape(k // 16, -1), out)
         return out

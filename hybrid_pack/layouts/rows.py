@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +43,17 @@ class Rows:
         flat = np.ascontiguousarray(matrix)
         return cls(flat.reshape(-1), 0, flat.shape[1], flat.shape[0], flat.shape[1])
 
+    def require(self, width: int, first_row: int, n: int) -> None:
+        """Refuse rows that are not whole 64-row blocks of a matrix of n rows of ``width`` bytes.
+
+        Raises:
+            ValueError: They are not.
+        """
+        if self.width != width or self.count % 64 or first_row % 64 or not 0 <= first_row <= n - self.count:
+            raise ValueError(
+                f"rows {first_row}..{first_row + self.count} of {self.width} bytes do not fit {n} rows of {width} bytes"
+            )
+
     @property
     def words(self) -> tuple[NDArray[np.uint32], int, int]:
         """(u32 view of the buffer, start, stride), the last two in words.
@@ -58,3 +71,23 @@ class Rows:
         return np.lib.stride_tricks.as_strided(
             self.buffer[self.start :], (self.count, self.width), (self.stride, 1), writeable=False
         )
+
+
+def require_tiles(n: int, k: int, rows: int, columns: int) -> None:
+    """Refuse a matrix that does not divide into tiles.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if n <= 0 or k <= 0 or n % rows or k % columns:
+        raise ValueError(f"[{n}, {k}] does not divide into tiles of {rows} rows and {columns} columns")
+
+
+def require_size(array: NDArray[Any], shape: tuple[int, ...]) -> None:
+    """Refuse an array that has not exactly the elements of a shape, or is not contiguous.
+
+    Raises:
+        ValueError: It has not.
+    """
+    if array.size != math.prod(shape) or not array.flags.c_contiguous:
+        raise ValueError(f"expected {math.prod(shape)} contiguous elements {list(shape)}, found {array.size}")

@@ -32,6 +32,9 @@ MXFP4_MAX_SHIFT = 126
 MXFP4_MAX_BYTE = 247
 """Largest E8M0 byte the kernel takes; b12x saturates at it."""
 
+LARGEST_DEVICE_BYTE = 0xF7
+"""Largest E4M3-derived device byte that is finite."""
+
 DEVICE_VALUES: NDArray[np.float64] = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.float64)
 """f64 [256]: value(byte) of an E4M3-derived device byte; bytes from 0xF8 are infinity or NaN and never written."""
 
@@ -66,12 +69,14 @@ def _encode(values: NDArray[np.float64]) -> NDArray[np.uint8]:
 def _table(values: NDArray[np.float64], flush_below: float) -> ScaleTable:
     """Table for values given in the units of value(byte); negative and NaN entries are the caller's to refuse."""
     usable = np.where(np.isfinite(values) & (values > 0), values, 0.0)
+    saturated = usable > DEVICE_VALUES[LARGEST_DEVICE_BYTE]
+    usable = np.minimum(usable, DEVICE_VALUES[LARGEST_DEVICE_BYTE])
     device = np.where(usable < flush_below, 0, _encode(usable)).astype(np.uint8)
     stored = DEVICE_VALUES[device]
     with np.errstate(divide="ignore", invalid="ignore"):
         error = np.where(usable > 0, np.abs(stored / usable - 1), 0.0)
     flushed = (usable > 0) & (device == 0)
-    return ScaleTable(device, flushed, np.zeros(256, np.bool_), np.where(flushed, 0.0, error))
+    return ScaleTable(device, flushed, saturated, np.where(flushed, 0.0, error))
 
 
 def nf3_table(scales: NDArray[np.float64]) -> ScaleTable:

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_pack.layouts.rows import Rows
+from hybrid_pack.layouts.rows import Rows, require_size, require_tiles
 
 
 @lru_cache(maxsize=1)
@@ -52,29 +52,30 @@ class BlockScales:
         """
         from hybrid_pack.layouts.pack_kernels import pack_scales
 
+        self._require(n, k)
         groups = k // self.group
-        if (
-            rows.width != groups
-            or rows.count % 64
-            or first_row % 64
-            or first_row + rows.count > n
-            or out.size != groups * n
-        ):
-            raise ValueError(
-                f"rows {first_row}..{first_row + rows.count} of {rows.width} scales do not fit [{n}, {groups}]"
-            )
+        rows.require(groups, first_row, n)
+        require_size(out, self.shape(n, k))
         pack_scales(
             rows.buffer, rows.start, rows.stride, rows.count // 64, groups, table, out, first_row // 64, n, row_order()
         )
 
     def unpack(self, packed: NDArray[np.uint8], n: int, k: int) -> NDArray[np.uint8]:
         """Inverse: u8 [K/group, N] to device bytes in stored order u8 [N, K/group]; the table is not undone."""
+        self._require(n, k)
+        require_size(packed, self.shape(n, k))
         blocks = packed.reshape(k // self.group, n // 64, 64)
         plain = np.empty_like(blocks)
         for position in range(64):  # the definition again, without row_order
             i, j = divmod(position // 4 * 4 + (0, 2, 1, 3)[position % 4], 8)
             plain[:, :, i + 8 * j] = blocks[:, :, position]
         return np.ascontiguousarray(plain.reshape(k // self.group, n).T)
+
+    def _require(self, n: int, k: int) -> None:
+        """Whole groups and blocks, and more than one group: b12x permutes a single group's scales in another way."""
+        require_tiles(n, k, 64, self.group)
+        if k == self.group:
+            raise ValueError(f"a row of one group of {k} columns has another layout")
 
 
 def count_scale_bytes(rows: Rows) -> NDArray[np.int64]:

@@ -70,11 +70,10 @@ def check_config(root: Path, manifest: Manifest, recorder: Recorder) -> None:
             recorder.find_error(DOCUMENTS, CONFIG, error)
         source = block.get("source_quantization_config")
         levels = source.get("nf3_levels") if isinstance(source, Mapping) else None
-        if list(manifest.layout.nf3_levels) != (list(DEFAULT_LEVELS) if levels is None else levels):
-            recorder.find(
-                DOCUMENTS, CONFIG, "the NF3 levels are not the manifest's", where="source_quantization_config.nf3_levels",
-                expected=list(manifest.layout.nf3_levels), found=levels,
-            )  # fmt: skip
+        expected_levels = list(manifest.layout.nf3_levels)
+        if expected_levels != (list(DEFAULT_LEVELS) if levels is None else levels):
+            where = "source_quantization_config.nf3_levels"
+            recorder.find(DOCUMENTS, CONFIG, "not the manifest's", where=where, expected=expected_levels, found=levels)
 
 
 def _check_map(manifest: Manifest, raw: Any, recorder: Recorder) -> None:

@@ -1,8 +1,8 @@
 """Which device scale byte is right for which stored one: exact values in float64, from decoders' tables alone.
 
-A scale is right if ``stored scale * second-level scale == value(device byte) * global scale * 2^constant``; all factors
-have few enough bits that both sides are exact. What a device byte cannot hold is told apart, to be counted: NVFP4 blocks
-so small that the kernel wants them zero, MXFP4 bytes above the largest one, and rounding where it was asked for.
+A scale is right if ``stored scale * second-level scale == value(device byte) * global scale * 2^constant``; both sides
+are exact. What a device byte cannot hold is told apart, to be counted: NVFP4 blocks so small that the kernel wants them
+zero, MXFP4 bytes above the largest one, and rounding where it was asked for.
 """
 
 from __future__ import annotations

@@ -78,6 +78,7 @@ def check_identity(manifest: Manifest, source: Checkpoint, recorder: Recorder) -
 def comparable_layers(manifest: Manifest, source: Checkpoint, recorder: Recorder) -> list[int]:
     """Layers whose experts can be compared: same sizes, same tiers. What differs is a finding."""
     geometry, layout, config = manifest.geometry, manifest.layout, source.config
+    left_out = tuple(sorted(set(source.layers) - set(map(int, manifest.layers))))
     sizes: tuple[tuple[str, object, object], ...] = (
         ("hidden size", source.hidden, geometry.hidden_size),
         ("intermediate size", source.intermediate, geometry.intermediate_size),
@@ -88,11 +89,7 @@ def comparable_layers(manifest: Manifest, source: Checkpoint, recorder: Recorder
         ("experts a token visits", config.top_k, geometry.top_k),
         ("activation", config.activation, layout.activation),
         ("NF3 levels", config.nf3_levels, layout.nf3_levels),
-        (
-            "layers omitted",
-            tuple(sorted(set(source.layers) - set(map(int, manifest.layers)))),
-            manifest.report.layers_omitted,
-        ),
+        ("layers omitted", left_out, manifest.report.layers_omitted),
     )
     for what, expected, found in (*sizes, *others):
         if expected != found:
@@ -106,79 +103,75 @@ def comparable_layers(manifest: Manifest, source: Checkpoint, recorder: Recorder
             recorder.find(IDENTITY, MANIFEST, "the source has no experts to pack in this layer", where=f"layer {key}")
         elif tiers.kept != layer.kept:
             expert = min(set(tiers.kept) ^ set(layer.kept))
-            recorder.find(
-                IDENTITY, MANIFEST, "the source stores the expert in the other tier", where=f"layer {key} expert {expert}",
-                expected="kept" if expert in layer.kept else "tail", found="kept" if expert in tiers.kept else "tail",
-            )  # fmt: skip
-        elif tiers.kept_scale_format != SCALE_FORMATS[layer.kept_format]:
-            expected_format = SCALE_FORMATS[layer.kept_format]
-            where = f"layer {key} kept_scale_format"
-            recorder.find(
-                IDENTITY,
-                MANIFEST,
-                "not that of the source",
-                where=where,
-                expected=expected_format,
-                found=tiers.kept_scale_format,
-            )
+            stored, packed = ("kept" if expert in ids else "tail" for ids in (layer.kept, tiers.kept))
+            message, where = "the source stores the expert in the other tier", f"layer {key} expert {expert}"
+            recorder.find(IDENTITY, MANIFEST, message, where=where, expected=stored, found=packed)
+        elif tiers.kept_scale_format != (stored_format := SCALE_FORMATS[layer.kept_format]):
+            message, where, packed_format = "not that of the source", f"layer {key}", tiers.kept_scale_format
+            recorder.find(IDENTITY, MANIFEST, message, where=where, expected=stored_format, found=packed_format)
         else:
             layers.append(int(key))
     return layers
 
 
+class _BaseComparison:
+    def __init__(self, reader: TensorReader, tally: Tally, pool: Pool, recorder: Recorder, progress: Progress) -> None:
+        self._reader, self._tally, self._pool = reader, tally, pool
+        self._recorder, self._progress = recorder, progress
+        self._buffers = Buffers()
+
+    def compare(self, wanted: Located, packed: Located) -> None:
+        """Compare one tensor."""
+        name, file = wanted.header.name, packed.path.name
+        self._tally.add(1)
+        expected, found = (f"{at.header.dtype} {list(at.header.shape)}" for at in (wanted, packed))
+        if expected != found:
+            self._recorder.find(BASE_BYTES, file, "not as in the source", where=name, expected=expected, found=found)
+            return
+        try:
+            at = self._first_difference(wanted, packed)
+        except DataError as error:
+            self._recorder.find_error(BASE_BYTES, file, error, name)
+            return
+        if at is not None:
+            self._recorder.find(BASE_BYTES, file, "not the source's bytes", where=f"{name} byte {at}")
+
+    def _first_difference(self, wanted: Located, packed: Located) -> int | None:
+        size = wanted.header.nbytes
+        for begin in range(0, size, CHUNK_BYTES):
+            if self._pool.stopped.is_set():
+                return None
+            count = min(CHUNK_BYTES, size - begin)
+            theirs, ours = self._buffers.take("source", count), self._buffers.take("pack", count)
+            self._reader.read(wanted, theirs, begin)
+            self._reader.read(packed, ours, begin)
+            self._tally.add(0, 2 * count)
+            self._progress.advance(2 * count)
+            if not np.array_equal(theirs, ours):
+                return begin + int(np.flatnonzero(theirs != ours)[0])
+        return None
+
+
 def check_base_bytes(
     source: Checkpoint, packed: Mapping[str, Located], pool: Pool, recorder: Recorder, progress: Progress
 ) -> None:
-    """Every tensor of the source that is no packed expert is among the base tensors, byte for byte, and nothing else is."""
+    """The base tensors are the tensors of the source that are no packed experts: all of them, byte for byte.
+
+    Args:
+        source: What the pack was made from.
+        packed: Base tensors of the pack, by name; those of a broken file are missing.
+        pool: Threads.
+        recorder: Gets the findings.
+        progress: Told bytes read.
+    """
     wanted = {at.header.name: at for at in source.base}
-    buffers = Buffers()
     with recorder.checking(BASE_BYTES, "tensors") as tally, TensorReader() as reader:
-
-        def compare(name: str) -> None:
-            _compare(name, wanted[name], packed[name], reader, buffers, pool, recorder, tally, progress)
-
-        both = [name for name in wanted if name in packed]
-        for name in sorted(set(wanted) ^ set(packed)):
-            if name in packed:
-                message = "not a base tensor of the source"
-                recorder.find(BASE_BYTES, packed[name].path.name, message, where=name)
-            else:
-                recorder.find(
-                    BASE_BYTES, wanted[name].path.name, "a tensor of the source that the pack does not have", where=name
-                )
-        pool.run(partial(compare, name) for name in both)
-
-
-def _compare(
-    name: str, wanted: Located, packed: Located, reader: TensorReader, buffers: Buffers, pool: Pool, recorder: Recorder,
-    tally: Tally, progress: Progress,
-) -> None:  # fmt: skip
-    file = packed.path.name
-    tally.add(1)
-    expected, found = (f"{at.header.dtype} {list(at.header.shape)}" for at in (wanted, packed))
-    if expected != found:
-        recorder.find(BASE_BYTES, file, "not as in the source", where=name, expected=expected, found=found)
-        return
-    size = wanted.header.nbytes
-    try:
-        for begin in range(0, size, CHUNK_BYTES):
-            if pool.stopped.is_set():
-                return
-            count = min(CHUNK_BYTES, size - begin)
-            theirs, ours = buffers.take("source", count), buffers.take("pack", count)
-            reader.read(wanted, theirs, begin)
-            reader.read(packed, ours, begin)
-            tally.add(0, 2 * count)
-            progress.advance(2 * count)
-            if not np.array_equal(theirs, ours):
-                at = int(np.flatnonzero(theirs != ours)[0])
-                recorder.find(
-                    BASE_BYTES, file, "not the source's bytes", where=f"{name} byte {begin + at}", expected=f"0x{theirs[at]:02X}",
-                    found=f"0x{ours[at]:02X}",
-                )  # fmt: skip
-                return
-    except DataError as error:
-        recorder.find_error(BASE_BYTES, file, error, name)
+        for name in sorted(set(packed) - set(wanted)):
+            recorder.find(BASE_BYTES, packed[name].path.name, "not a base tensor of the source", where=name)
+        for name in sorted(set(wanted) - set(packed)):
+            recorder.find(BASE_BYTES, str(wanted[name].path), "a tensor that the pack does not have", where=name)
+        comparison = _BaseComparison(reader, tally, pool, recorder, progress)
+        pool.run(partial(comparison.compare, at, packed[name]) for name, at in wanted.items() if name in packed)
 
 
 def check_small_files(root: Path, manifest: Manifest, source: Checkpoint, recorder: Recorder) -> None:

@@ -93,7 +93,7 @@ def check_partial(present: Mapping[str, Found], recorder: Recorder) -> None:
     """Leftovers of a conversion that did not finish."""
     for name in present:
         if name.endswith(PARTIAL):
-            message = "left by an unfinished conversion; finish it with convert --resume, or remove the file if the pack is complete"
+            message = "left by an unfinished conversion; finish it with convert --resume, or remove the file"
             recorder.find(FILE_SET, name, message)
 
 

@@ -167,5 +167,5 @@ INDEX_CASES = (
          rf"{FILE}the index lists tensor ghost, the shard has it not; download"),
     Case("index is stale",
          file_name("model-00002-of-00006.safetensors"),
-         r"model-00002-of-00006\.safetensors: the index lists tensor model\.embed_.*model-00001.* has it: the index is stale"),
+         r"model-00002-of-00006\.safetensors: the index lists tensor model\.embed_.*00001.* has it: the index is"),
 )  # fmt: skip

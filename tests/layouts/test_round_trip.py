@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from hybrid_pack.layouts.nf3_2p1 import Nf32p1
@@ -97,6 +97,7 @@ def test_fp4(case: Case) -> None:
 def test_scales(case: Case, group: int) -> None:
     stored, rows = case.parts(1)
     layout, k = BlockScales(group), group * case.k
+    assume(case.k > 1)  # one group has another permutation and is refused
     table = np.random.default_rng(case.seed).permutation(256).astype(np.uint8)
     out = pack_scales(layout, rows, k, table)
     assert out.shape == layout.shape(case.n, k)

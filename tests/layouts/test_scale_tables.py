@@ -111,6 +111,14 @@ def test_nvfp4_of_a_ratio_that_is_no_power_of_two(ratio: float, largest: int) ->
     assert table.error[: largest + 1].max() <= 1 / 17 * (1 + 2.0**-6)
 
 
+@pytest.mark.parametrize(("numerator", "stored"), [(17, 16), (19, 20), (21, 20), (23, 24)])
+def test_nvfp4_ties_go_to_the_even_mantissa(numerator: int, stored: int) -> None:
+    """A scale of 1 times n/32 lies halfway between two device values where n is odd."""
+    table = scale_bytes.nvfp4_table(E4M3 * (numerator / 32), 1.0)
+    means = weights("nvfp4", table.device, scale_bytes.nvfp4_global_scale(1.0, 1.0))
+    assert means[0x38] == stored / 32
+
+
 @pytest.mark.parametrize(
     "table", [scale_bytes.nf3_table(E4M3), scale_bytes.nf3_table(E4M3 / 16), scale_bytes.nvfp4_table(E4M3, 1.0)]
 )
