@@ -130,7 +130,8 @@ def plan_text(plan: Plan, needs: Resources, out: Path) -> str:
     rows: list[Sequence[object]] = [
         (
             "files",
-            f"{len(plan.shards)} expert shards, {len(plan.base)} base files, {len(plan.copied) + len(plan.written)} small",
+            f"{len(plan.shards)} expert shards, {len(plan.base)} base files, "
+            f"{len(plan.copied) + len(plan.written)} small",
         ),
         ("tiles", "x".join(map(str, plan.geometry.tiles))),
         ("read", size(plan.source_bytes)),
@@ -189,7 +190,8 @@ def conversion_text(done: Conversion, plan: Plan, out: Path) -> str:
         ("experts", f"{report.experts_kept} kept, {report.experts_tail} tail"),
     ]
     lines = [
-        f"packed {plan.source.name} for tp {plan.topology.tensor_parallel}, ep {plan.topology.expert_parallel} into {out}"
+        f"packed {plan.source.name} for tp {plan.topology.tensor_parallel}, "
+        f"ep {plan.topology.expert_parallel} into {out}"
     ]
     lines += [table(rows), table(_rank_rows(plan)), *(f"  {line}" for line in report_lines(report))]
     return "\n".join([*lines, f"next: hybrid-pack verify {out} --source {plan.source.root}"])

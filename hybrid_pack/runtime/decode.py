@@ -94,7 +94,7 @@ def scale_bytes(packed: torch.Tensor, n: int, groups: int) -> torch.Tensor:
     Args:
         packed: u8 [groups, N], one matrix.
         n: Rows, a multiple of 64.
-        groups: K/group.
+        groups: K/group, at least 2; b12x lays a single group out in another way, which no legal size has.
 
     Returns:
         u8 [N, groups].

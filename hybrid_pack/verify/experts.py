@@ -71,7 +71,7 @@ def check_experts(
         progress: Told bytes read.
     """
     buffers = Buffers()
-    with recorder.checking(EXPERTS, "experts") as tally:
+    with recorder.checking(EXPERTS, "experts", threads=True) as tally:
         totals = _Totals(tally, recorder, progress)
         for layer in layers:
             wanted = [entry for entry in scope.shards(manifest) if entry.layer == layer]

@@ -16,7 +16,7 @@ LISTED = 20
 """Findings of one check that are listed; further ones are counted."""
 
 _KEPT = 1000
-"""Findings of one check that are held before the first ones, in order of place, are chosen."""
+"""Findings of one check that are held, so that the ones listed do not depend on the threads' order."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class VerifyReport:
         root: The pack.
         checks: What was checked, in order.
         not_checked: What was not.
-        findings: What is wrong, at most ``LISTED`` of each check, in order of check and place.
+        findings: What is wrong, at most ``LISTED`` of each check, in order of check.
         findings_total: How many there are.
         seconds: Time of the whole.
     """
@@ -130,6 +130,7 @@ class Recorder:
         self._not_checked: list[NotChecked] = []
         self._findings: dict[str, list[Finding]] = {}
         self._counts: dict[str, int] = {}
+        self._unordered: set[str] = set()
         self.bad_paths: set[str] = set()
         """Files whose structure is wrong, so that reading their tensors would only repeat it."""
 
@@ -157,7 +158,9 @@ class Recorder:
 
     def find_error(self, check: str, path: str, error: HybridPackError, where: str | None = None) -> None:
         """Add a finding that a lower part of the package raised."""
-        place = where or (error.where if error.where and not error.where.endswith(path) else None)
+        place = where or (error.where or "").removeprefix(path).lstrip(":/ ") or None
+        if place is not None and place.endswith(path):  # the same file, by its full path
+            place = None
         message = f"{error.problem}; {error.hint}" if error.hint else error.problem
         self.find(check, path, message, where=place, expected=error.expected, found=error.found)
 
@@ -172,20 +175,21 @@ class Recorder:
             self.bad_paths.add(path)
 
     @contextmanager
-    def checking(self, name: str, unit: str) -> Iterator[Tally]:
-        """Time one check and put it into the report."""
+    def checking(self, name: str, unit: str, *, threads: bool = False) -> Iterator[Tally]:
+        """Time one check and put it into the report; findings that threads made are put in order of place."""
         tally, began = Tally(), time.monotonic()
+        if threads:
+            self._unordered.add(name)
         yield tally
         with self._lock:
             self._checks.append(Check(name, tally.count, unit, tally.nbytes, time.monotonic() - began))
 
     def report(self, root: object) -> VerifyReport:
         """The report so far."""
-        listed = [
-            finding
-            for held in self._findings.values()
-            for finding in sorted(held, key=lambda f: (f.path, f.where or "", f.message))[:LISTED]
-        ]
+        listed: list[Finding] = []
+        for check, held in self._findings.items():
+            by_place = sorted(held, key=lambda f: (f.path, f.where or "", f.message))
+            listed += (by_place if check in self._unordered else held)[:LISTED]
         return VerifyReport(
             root=str(root),
             checks=tuple(self._checks),

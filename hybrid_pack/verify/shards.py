@@ -21,7 +21,7 @@ HEADERS = "shard headers, expert ids and global scales"
 
 def check_shards(root: Path, manifest: Manifest, scope: Scope, pool: Pool, recorder: Recorder) -> None:
     """Check header bytes, expert ids and global scales of every shard of the scope that is there in its right size."""
-    with recorder.checking(HEADERS, "shards") as tally:
+    with recorder.checking(HEADERS, "shards", threads=True) as tally:
 
         def task(shard: ShardEntry) -> Task:
             return lambda: _shard(root, manifest, shard, recorder, tally)

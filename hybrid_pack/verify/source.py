@@ -23,6 +23,7 @@ from hybrid_pack.verify.progress import Progress
 from hybrid_pack.verify.report import Recorder, Tally
 
 IDENTITY = "source identity"
+STRUCTURE = "source structure"
 BASE_BYTES = "base tensors against the source"
 SMALL_FILES = "small files against the source"
 CHUNK_BYTES = 1 << 20
@@ -93,22 +94,22 @@ def comparable_layers(manifest: Manifest, source: Checkpoint, recorder: Recorder
     )
     for what, expected, found in (*sizes, *others):
         if expected != found:
-            recorder.find(IDENTITY, MANIFEST, "not that of the source", where=what, expected=expected, found=found)
+            recorder.find(STRUCTURE, MANIFEST, "not that of the source", where=what, expected=expected, found=found)
     if any(expected != found for _, expected, found in sizes):
         return []
     layers = []
     for key, tiers in manifest.layers.items():
         layer = source.layers.get(int(key))
         if layer is None:
-            recorder.find(IDENTITY, MANIFEST, "the source has no experts to pack in this layer", where=f"layer {key}")
+            recorder.find(STRUCTURE, MANIFEST, "the source has no experts to pack in this layer", where=f"layer {key}")
         elif tiers.kept != layer.kept:
             expert = min(set(tiers.kept) ^ set(layer.kept))
             stored, packed = ("kept" if expert in ids else "tail" for ids in (layer.kept, tiers.kept))
             message, where = "the source stores the expert in the other tier", f"layer {key} expert {expert}"
-            recorder.find(IDENTITY, MANIFEST, message, where=where, expected=stored, found=packed)
+            recorder.find(STRUCTURE, MANIFEST, message, where=where, expected=stored, found=packed)
         elif tiers.kept_scale_format != (stored_format := SCALE_FORMATS[layer.kept_format]):
             message, where, packed_format = "not that of the source", f"layer {key}", tiers.kept_scale_format
-            recorder.find(IDENTITY, MANIFEST, message, where=where, expected=stored_format, found=packed_format)
+            recorder.find(STRUCTURE, MANIFEST, message, where=where, expected=stored_format, found=packed_format)
         else:
             layers.append(int(key))
     return layers
@@ -165,7 +166,7 @@ def check_base_bytes(
         progress: Told bytes read.
     """
     wanted = {at.header.name: at for at in source.base}
-    with recorder.checking(BASE_BYTES, "tensors") as tally, TensorReader() as reader:
+    with recorder.checking(BASE_BYTES, "tensors", threads=True) as tally, TensorReader() as reader:
         for name in sorted(set(packed) - set(wanted)):
             recorder.find(BASE_BYTES, packed[name].path.name, "not a base tensor of the source", where=name)
         for name in sorted(set(wanted) - set(packed)):

@@ -28,7 +28,11 @@ SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(-4, 300), st.sampled_from([2**31, 2**62, 2**63, 10**400, -(2**63)]),
     st.floats(), st.text(max_size=6), st.sampled_from(["U8", "F32", "F4", "3", "weight", "..", "/", "mxfp4_e8m0k32"]),
 )  # fmt: skip
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2), max_leaves=4)  # fmt: skip
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=4,
+)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +59,9 @@ def open_and_plan(root: Path) -> None:
 
 def places(document: Any) -> Iterator[tuple[Any, Any]]:
     """(container, key) of every value."""
-    entries = document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    entries = (
+        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    )
     for key, value in list(entries):
         yield document, key
         yield from places(value)

@@ -12,7 +12,13 @@ def test_every_family_and_no_other(family: Family) -> None:
     for projection, role in zip(family.projections, PROJECTION_ROLES, strict=True):
         name = parse(f"{family.prefix.format(L=77, E=255)}.{projection}.weight_scale_2")
         assert name is not None
-        assert (name.family, name.layer, name.expert, name.role, name.field) == (family, 77, 255, role, "weight_scale_2")
+        assert (name.family, name.layer, name.expert, name.role, name.field) == (
+            family,
+            77,
+            255,
+            role,
+            "weight_scale_2",
+        )
 
 
 def test_no_two_families_share_a_name() -> None:

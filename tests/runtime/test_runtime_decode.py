@@ -57,7 +57,7 @@ def test_every_bit_of_a_unit_belongs_to_one_code() -> None:
 
 
 @pytest.mark.parametrize("group", [16, 32])
-@pytest.mark.parametrize(("n", "groups"), [(64, 1), (64, 5), (192, 6), (512, 2)])
+@pytest.mark.parametrize(("n", "groups"), [(64, 2), (64, 5), (192, 6), (512, 3)])
 def test_scale_bytes(n: int, groups: int, group: int) -> None:
     stored = np.random.default_rng((n, groups)).integers(0, 256, (groups, n), np.uint8)
     found = decode.scale_bytes(torch.from_numpy(stored), n, groups).numpy()
