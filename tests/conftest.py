@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -25,3 +26,15 @@ def checkpoint(small_checkpoint: Path, tmp_path: Path) -> Path:
     root = tmp_path / "small"
     shutil.copytree(small_checkpoint, root)
     return root
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Without a CUDA device, tests marked ``gpu`` are skipped, or fail where HYBRID_PACK_REQUIRE_GPU=1."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        if os.environ.get("HYBRID_PACK_REQUIRE_GPU") == "1":
+            pytest.fail("HYBRID_PACK_REQUIRE_GPU=1, but there is no CUDA device", pytrace=False)
+        pytest.skip("no CUDA device")

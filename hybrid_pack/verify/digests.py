@@ -194,7 +194,10 @@ def check_digests(
     """Hash every plain file, and every tensor of the shards of the scope, that is there in its right size."""
     job = _Job(root, pool, recorder, progress)
     plain = sorted((*manifest.base.files, *manifest.files), key=lambda file: -file.bytes)
-    with recorder.checking(TENSORS, "tensors", threads=True) as tensors, recorder.checking(FILES, "files", threads=True) as files:
+    with (
+        recorder.checking(TENSORS, "tensors", threads=True) as tensors,
+        recorder.checking(FILES, "files", threads=True) as files,
+    ):
         of_files = (partial(job.file, file, files) for file in plain if file.path not in recorder.bad_paths)
         shards = [shard for shard in scope.shards(manifest) if shard.path not in recorder.bad_paths]
         of_shards = (task for shard in shards for task in _shard_tasks(job, manifest, shard, tensors))

@@ -178,6 +178,8 @@ class Recorder:
     def checking(self, name: str, unit: str, *, threads: bool = False) -> Iterator[Tally]:
         """Time one check and put it into the report; findings that threads made are put in order of place."""
         tally, began = Tally(), time.monotonic()
+        with self._lock:
+            self._findings.setdefault(name, [])  # so that findings come in the order of checks
         if threads:
             self._unordered.add(name)
         yield tally

@@ -57,12 +57,17 @@ def _stored_values(form: SourceFormat, second: float) -> NDArray[np.float64]:
     return e4m3.VALUES * second if form.name == "nvfp4" else e4m3.VALUES / (16.0 if form.scale_times_16 else 1.0)
 
 
+def _equal(values: NDArray[np.float64], device: NDArray[np.float64]) -> Pairs:
+    """Which pairs mean the same finite number; -0 is 0."""
+    return (values[:, None] == device[None, :]) & np.isfinite(values)[:, None]
+
+
 def _mxfp4(global_scale: float) -> ScaleRule:
     with np.errstate(all="ignore"):
         values, device = e8m0.VALUES, scale_bytes.E8M0_VALUES * global_scale
     saturated = np.zeros((256, 256), np.bool_)
     saturated[:, scale_bytes.MXFP4_MAX_BYTE] = values > device[scale_bytes.MXFP4_MAX_BYTE]
-    right = values[:, None] == device[None, :]
+    right = _equal(values, device)
     return ScaleRule(right | saturated, np.zeros_like(right), saturated, np.zeros(256, np.bool_), values, device)
 
 
@@ -81,9 +86,9 @@ def scale_rule(form: SourceFormat, second: float, global_scale: float, worst_err
     nvfp4 = form.name == "nvfp4"
     exponent = scale_bytes.NVFP4_VALUE_EXPONENT if nvfp4 else scale_bytes.NF3_VALUE_EXPONENT
     unit = global_scale * 2.0**exponent
-    with np.errstate(all="ignore"):  # bytes that mean NaN or infinity are equal to nothing
+    with np.errstate(all="ignore"):  # bytes that mean NaN or infinity
         values, device = _stored_values(form, second), scale_bytes.DEVICE_VALUES * unit
-        right = values[:, None] == device[None, :]  # -0 is 0
+        right = _equal(values, device)
         flushed = np.zeros_like(right)
         if nvfp4:
             wanted = values / unit  # in units of value(byte): times factor * 2^7, factor = second * 2^119 / global

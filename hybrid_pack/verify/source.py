@@ -92,27 +92,32 @@ def comparable_layers(manifest: Manifest, source: Checkpoint, recorder: Recorder
         ("NF3 levels", config.nf3_levels, layout.nf3_levels),
         ("layers omitted", left_out, manifest.report.layers_omitted),
     )
-    for what, expected, found in (*sizes, *others):
-        if expected != found:
-            recorder.find(STRUCTURE, MANIFEST, "not that of the source", where=what, expected=expected, found=found)
-    if any(expected != found for _, expected, found in sizes):
-        return []
-    layers = []
-    for key, tiers in manifest.layers.items():
-        layer = source.layers.get(int(key))
-        if layer is None:
-            recorder.find(STRUCTURE, MANIFEST, "the source has no experts to pack in this layer", where=f"layer {key}")
-        elif tiers.kept != layer.kept:
-            expert = min(set(tiers.kept) ^ set(layer.kept))
-            stored, packed = ("kept" if expert in ids else "tail" for ids in (layer.kept, tiers.kept))
-            message, where = "the source stores the expert in the other tier", f"layer {key} expert {expert}"
-            recorder.find(STRUCTURE, MANIFEST, message, where=where, expected=stored, found=packed)
-        elif tiers.kept_scale_format != (stored_format := SCALE_FORMATS[layer.kept_format]):
-            message, where, packed_format = "not that of the source", f"layer {key}", tiers.kept_scale_format
-            recorder.find(STRUCTURE, MANIFEST, message, where=where, expected=stored_format, found=packed_format)
-        else:
-            layers.append(int(key))
-    return layers
+    with recorder.checking(STRUCTURE, "layers") as tally:
+        tally.add(len(manifest.layers))
+        for what, expected, found in (*sizes, *others):
+            if expected != found:
+                recorder.find(STRUCTURE, MANIFEST, "not that of the source", where=what, expected=expected, found=found)
+        if any(expected != found for _, expected, found in sizes):
+            return []
+        return [int(key) for key in manifest.layers if _same_tiers(manifest, int(key), source, recorder)]
+
+
+def _same_tiers(manifest: Manifest, index: int, source: Checkpoint, recorder: Recorder) -> bool:
+    tiers, layer = manifest.layers[str(index)], source.layers.get(index)
+    if layer is None:
+        recorder.find(STRUCTURE, MANIFEST, "the source has no experts to pack in this layer", where=f"layer {index}")
+        return False
+    if tiers.kept != layer.kept:
+        expert = min(set(tiers.kept) ^ set(layer.kept))
+        stored, packed = ("kept" if expert in ids else "tail" for ids in (layer.kept, tiers.kept))
+        message, where = "the source stores the expert in the other tier", f"layer {index} expert {expert}"
+        recorder.find(STRUCTURE, MANIFEST, message, where=where, expected=stored, found=packed)
+        return False
+    wanted, found = SCALE_FORMATS[layer.kept_format], tiers.kept_scale_format
+    if wanted != found:
+        where = f"layer {index}"
+        recorder.find(STRUCTURE, MANIFEST, "not that of the source", where=where, expected=wanted, found=found)
+    return wanted == found
 
 
 class _BaseComparison:

@@ -42,7 +42,6 @@ def need(check: int, condition: object, what: str) -> None:
         raise Wrong(check, what)
 
 
-# sections 7 and 8
 
 
 def tiles_of(h: int, s: int) -> tuple[int, ...] | None:
@@ -88,7 +87,6 @@ def header_of(tensors: list[Tensor]) -> bytes:
     return struct.pack("<Q", len(text)) + text.encode()
 
 
-# sections 4 and 5
 
 
 def digest(data: bytes) -> str:

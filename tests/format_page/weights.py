@@ -38,7 +38,7 @@ def weights_of(
     form: str, codes: NDArray[Any], bytes_: NDArray[Any], global_scale: float, levels: list[float]
 ) -> NDArray[Any]:
     """[N, K] weights: section 12."""
-    byte = np.repeat(bytes_, GROUP[form], axis=1).astype(int)
+    byte = np.repeat(scales, GROUP[form], axis=1).astype(int)
     names: dict[str, Any] = {"byte": byte.astype(float), "global_scale": float(global_scale)}
     if form != "e8m0_k32":
         names["value"] = np.array([value_of(b) for b in range(248)])[byte]
@@ -50,6 +50,7 @@ def experts_of(pack: Pack, layer: int, rank: int) -> Iterator[tuple[int, NDArray
     """(global id, w13 [2 S, H], w2 [H, S]) of every expert a rank holds."""
     (shard,) = (s for s in pack.manifest["shards"] if (s["layer"], s["rank"]) == (layer, rank))
     layout, h, s = pack.manifest["layout"], pack.hidden, pack.share
+    levels = layout["nf3_levels"]
     for tier, ids in pack.ids(layer, rank).items():
         form = "e4m3_k32" if tier == "tail" else pack.manifest["layers"][str(layer)]["kept_scale_format"]
         matrices = {}
@@ -64,7 +65,7 @@ def experts_of(pack: Pack, layer: int, rank: int) -> Iterator[tuple[int, NDArray
                         global_scale,
                         layout["nf3_levels"],
                     )
-                    for words, scales, global_scale in zip(*parts, strict=True)
+                    for words, scales, one in zip(*parts, strict=True)
                 ]
         for row, expert in enumerate(ids):
             yield expert, matrices["w13"][row], matrices["w2"][row]

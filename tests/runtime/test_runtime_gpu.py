@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 
 import pytest
 import torch
@@ -12,14 +11,6 @@ from hybrid_pack.runtime import HybridMoE
 from tests.runtime.dialects import MAPPED, Packs
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def gpu() -> None:
-    if not torch.cuda.is_available():
-        if os.environ.get("HYBRID_PACK_REQUIRE_GPU") == "1":
-            pytest.fail("HYBRID_PACK_REQUIRE_GPU=1, but there is no CUDA device")
-        pytest.skip("no CUDA device")
 
 
 @pytest.mark.parametrize("dialect", ["nvfp4", "mxfp4", "kquant"])

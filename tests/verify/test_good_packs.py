@@ -53,7 +53,9 @@ def test_a_source_that_was_opened_before_is_taken_as_it_is(good_pack: Path, smal
 def test_a_source_without_a_map_is_opened_with_the_packs_own(tmp_path: Path) -> None:
     source, given = tmp_path / "source", tmp_path / "map.json"
     write_checkpoint(source, SMALL)
-    given.write_text(json.dumps(json.loads((source / "config.json").read_text())["quantization_config"]["hybrid_bit_map"]))
+    given.write_text(
+        json.dumps(json.loads((source / "config.json").read_text())["quantization_config"]["hybrid_bit_map"])
+    )
     write_checkpoint(source, replace(SMALL, map_in="none"))
     from hybrid_pack.convert import convert
     from hybrid_pack.plan import make_plan
@@ -118,6 +120,7 @@ def test_the_report_names_every_check_with_counts_and_bytes(good_pack: Path, sma
         "base headers and index",
         "shard headers, expert ids and global scales",
         "source identity",
+        "source structure",
         "file digests",
         "tensor digests",
         "small files against the source",

@@ -49,9 +49,21 @@ def no_base(document: Document) -> None:
 RULES: list[tuple[str, Edit, str]] = [
     # layout, topology, geometry
     ("another abi", lambda d: d["layout"].update(abi="b12x-9"), r"layout\.abi is not one .*found b12x-9"),
-    ("padded below size", lambda d: d["geometry"].update(intermediate_size_padded=64), "padded is below intermediate_size"),
-    ("tp that cannot be", lambda d: d["topology"].update(tensor_parallel=3), "topology does not fit geometry.*not divisible by 3"),
-    ("ep that cannot be", lambda d: d["topology"].update(expert_parallel=3), "topology does not fit geometry.*4 experts"),
+    (
+        "padded below size",
+        lambda d: d["geometry"].update(intermediate_size_padded=64),
+        "padded is below intermediate_size",
+    ),
+    (
+        "tp that cannot be",
+        lambda d: d["topology"].update(tensor_parallel=3),
+        "topology does not fit geometry.*not divisible by 3",
+    ),
+    (
+        "ep that cannot be",
+        lambda d: d["topology"].update(expert_parallel=3),
+        "topology does not fit geometry.*4 experts",
+    ),
     ("absurd tp", lambda d: d["topology"].update(tensor_parallel=2**31 - 1), "topology does not fit geometry"),
     ("top_k above experts", lambda d: d["geometry"].update(top_k=5), r"top_k is above num_experts.*<= 4.*found 5"),
     ("other tiles", lambda d: d["layout"].update(tiles=[64, 256, 64, 256]), r"layout\.tiles are not the tiles"),
@@ -60,23 +72,47 @@ RULES: list[tuple[str, Edit, str]] = [
     ("no layers", lambda d: d.update(layers={}), "layers is empty"),
     ("layers out of order", reverse_layers, "layers are not in order"),
     ("ids that descend", lambda d: d["layers"]["3"]["tail"].reverse(), r"layers\.3\.tail is not ascending"),
-    ("an id twice", lambda d: d["layers"]["3"]["kept"].append(d["layers"]["3"]["kept"][-1]), r"layers\.3\.kept is not ascending"),
-    ("an expert lost", lambda d: d["layers"]["3"]["tail"].pop(), r"layers\.3: kept and tail together are not every expert once"),
+    (
+        "an id twice",
+        lambda d: d["layers"]["3"]["kept"].append(d["layers"]["3"]["kept"][-1]),
+        r"layers\.3\.kept is not ascending",
+    ),
+    (
+        "an expert lost",
+        lambda d: d["layers"]["3"]["tail"].pop(),
+        r"layers\.3: kept and tail together are not every expert once",
+    ),
     ("an expert in both", lambda d: d["layers"]["5"]["tail"].append(0), r"layers\.5: kept and tail together"),
     ("absurd number of experts", lambda d: d["geometry"].update(num_experts=2**31 - 2), "kept and tail together"),
     ("kept without format", lambda d: d["layers"]["3"].update(kept_scale_format=None), r"layers\.3\.kept_scale_format"),
     # shards
     ("a shard lost", lambda d: d["shards"].pop(), r"not one for each layer and rank.*expected 12, found 11"),
     ("shards out of order", lambda d: d["shards"].reverse(), r"not in the order of layer and rank.*\(3, 0\)"),
-    ("a shard elsewhere", lambda d: shard(d).update(path="experts/other.safetensors"), "path of the shard of layer 3 rank 0"),
+    (
+        "a shard elsewhere",
+        lambda d: shard(d).update(path="experts/other.safetensors"),
+        "path of the shard of layer 3 rank 0",
+    ),
     ("a tensor lost", lambda d: shard(d)["tensors"].popitem(), r"layer-003\.safetensors: tensors"),
     ("another dtype", lambda d: tensor(d, "tail.w13_scale").update(dtype="F32"), r"tail\.w13_scale .*found F32"),
     ("another shape", lambda d: tensor(d, "tail.w13").update(shape=[1, 1]), r"tail\.w13 .*found I32 \[1, 1\]"),
     ("another offset", lambda d: tensor(d, "kept.w2").update(begin=0), r"kept\.w2 .*found .* at 0\.\."),
-    ("another kind of digest", lambda d: tensor(d, "kept.w2").update(digest=DIGEST), r"digest of kept\.w2.*blake3-rows"),
+    (
+        "another kind of digest",
+        lambda d: tensor(d, "kept.w2").update(digest=DIGEST),
+        r"digest of kept\.w2.*blake3-rows",
+    ),
     ("another size", lambda d: shard(d).update(bytes=1), r"layer-003\.safetensors: bytes .*found 1"),
-    ("another shard digest", lambda d: shard(d).update(digest=f"blake3-shard:{64 * '0'}"), "not that of its header and tensors"),
-    ("another tensor digest", lambda d: tensor(d, "kept.w2").update(digest=f"blake3-rows:{64 * '0'}"), "not that of its header"),
+    (
+        "another shard digest",
+        lambda d: shard(d).update(digest=f"blake3-shard:{64 * '0'}"),
+        "not that of its header and tensors",
+    ),
+    (
+        "another tensor digest",
+        lambda d: tensor(d, "kept.w2").update(digest=f"blake3-rows:{64 * '0'}"),
+        "not that of its header",
+    ),
     # files
     ("digest of a file", lambda d: d["files"][0].update(digest=f"blake3-rows:{64 * '0'}"), "digest .*expected blake3,"),
     ("the manifest listed", lambda d: duplicate_file(d, MANIFEST), "a path that cannot be listed here"),
@@ -85,12 +121,32 @@ RULES: list[tuple[str, Edit, str]] = [
     ("a dot file listed", lambda d: duplicate_file(d, ".git/config"), "a path that cannot be listed here"),
     ("a partial file listed", lambda d: duplicate_file(d, "x.partial"), "a path that cannot be listed here"),
     ("an index without base", no_base, r"base\.index .*a path where there are base files"),
-    ("no config listed", lambda d: d["files"].remove(next(f for f in d["files"] if f["path"] == "config.json")), "config.json"),
-    ("index under another name", lambda d: d["base"].update(index="config.json"), r"base\.index .*model\.safetensors\.index"),
+    (
+        "no config listed",
+        lambda d: d["files"].remove(next(f for f in d["files"] if f["path"] == "config.json")),
+        "config.json",
+    ),
+    (
+        "index under another name",
+        lambda d: d["base"].update(index="config.json"),
+        r"base\.index .*model\.safetensors\.index",
+    ),
     # report
-    ("kept experts miscounted", lambda d: d["report"].update(experts_kept=7), r"report\.experts_kept .*expected 8, found 7"),
-    ("tail experts miscounted", lambda d: d["report"].update(experts_tail=0), r"report\.experts_tail .*expected 4, found 0"),
-    ("a packed layer omitted", lambda d: d["report"].update(layers_omitted=[4]), "layers_omitted names a layer that is packed"),
+    (
+        "kept experts miscounted",
+        lambda d: d["report"].update(experts_kept=7),
+        r"report\.experts_kept .*expected 8, found 7",
+    ),
+    (
+        "tail experts miscounted",
+        lambda d: d["report"].update(experts_tail=0),
+        r"report\.experts_tail .*expected 4, found 0",
+    ),
+    (
+        "a packed layer omitted",
+        lambda d: d["report"].update(layers_omitted=[4]),
+        "layers_omitted names a layer that is packed",
+    ),
     (
         "requantised twice",
         lambda d: d["report"].update(experts_requantized=2 * [{"layer": 5, "expert": 0, "worst_relative_error": 0.01}]),
@@ -109,10 +165,22 @@ RULES: list[tuple[str, Edit, str]] = [
     ("version true", lambda d: d.update(format_version=True), "unsupported format_version"),
     ("an unknown key", lambda d: d["layout"].update(extra=1), r"layout\.extra: Extra inputs are not permitted"),
     ("a missing key", lambda d: d["layout"].pop("activation"), r"layout\.activation: Field required"),
-    ("a number as text", lambda d: d["topology"].update(tensor_parallel="2"), r"topology\.tensor_parallel: Input should be"),
+    (
+        "a number as text",
+        lambda d: d["topology"].update(tensor_parallel="2"),
+        r"topology\.tensor_parallel: Input should be",
+    ),
     ("a layer with zeros", lambda d: d["layers"].update({"003": d["layers"].pop("3")}), r"layers\.003.*pattern"),
-    ("a path upwards", lambda d: d["files"][0].update(path="../config.json"), "not a plain relative path inside the pack"),
-    ("an absolute path", lambda d: d["files"][0].update(path="/etc/passwd"), "not a plain relative path inside the pack"),
+    (
+        "a path upwards",
+        lambda d: d["files"][0].update(path="../config.json"),
+        "not a plain relative path inside the pack",
+    ),
+    (
+        "an absolute path",
+        lambda d: d["files"][0].update(path="/etc/passwd"),
+        "not a plain relative path inside the pack",
+    ),
     ("a path with dots", lambda d: d["files"][0].update(path="a/./b"), "not a plain relative path inside the pack"),
     ("a backslash", lambda d: d["files"][0].update(path="a\\b"), "not a plain relative path inside the pack"),
     ("a control character", lambda d: d["files"][0].update(path="a\nb"), "not a plain relative path inside the pack"),
@@ -121,9 +189,13 @@ RULES: list[tuple[str, Edit, str]] = [
     ("case twins", lambda d: duplicate_file(d, "CONFIG.json"), "two files with one name: config.json and CONFIG.json"),
     ("width twins", lambda d: duplicate_file(d, "conﬁg.json"), "two files with one name"),
     ("a source path upwards", lambda d: d["source"]["files"][0].update(path="../x"), "not a plain relative path"),
-    ("another digest algorithm", lambda d: d["files"][0].update(digest="md5:0"), r"files\.0\.digest: String should match"),
+    (
+        "another digest algorithm",
+        lambda d: d["files"][0].update(digest="md5:0"),
+        r"files\.0\.digest: String should match",
+    ),
     ("a negative size", lambda d: d["files"][0].update(bytes=-1), r"files\.0\.bytes: Input should be greater"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("edit", "message"), [line[1:] for line in RULES], ids=[line[0] for line in RULES])
@@ -247,5 +319,5 @@ def test_one_that_cannot_be_read(pack: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(Path, "read_bytes", fail)
-    with pytest.raises(EnvironmentFailure, match="cannot read.*Input/output error"):
+    with pytest.raises(EnvironmentFailure, match=r"cannot read.*Input/output error"):
         verify_pack(pack)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -12,12 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybrid_pack.io.checkpoint import open_checkpoint
-from hybrid_pack.io.config import CONFIG
 from hybrid_pack.sharding import Topology
 from hybrid_pack.synthetic import write_checkpoint
 from hybrid_pack.verify import verify_pack
-from tests.checkpoints import KEPT, SMALL, TAIL, edit_config, edit_index, edit_tensors
+from tests.checkpoints import KEPT, SMALL, TAIL, edit_tensors
 from tests.verify.conftest import make_pack
 from tests.verify.packs import PackEditor, editing, text_of
 
@@ -87,7 +84,10 @@ def edit_base(editor: PackEditor) -> None:
 def rename_base(editor: PackEditor) -> None:
     path = editor.root / editor.document["base"]["files"][0]["path"]
     path.write_bytes(path.read_bytes().replace(b'"lm_head.weight"', b'"lm_heed.weight"'))
-    editor.edit_json("model.safetensors.index.json", lambda i: i["weight_map"].update({"lm_heed.weight": i["weight_map"].pop("lm_head.weight")}))
+    editor.edit_json(
+        "model.safetensors.index.json",
+        lambda i: i["weight_map"].update({"lm_heed.weight": i["weight_map"].pop("lm_head.weight")}),
+    )
 
 
 def retype_base(editor: PackEditor) -> None:
@@ -116,49 +116,139 @@ def swap_map(editor: PackEditor) -> None:
 
 
 RULES: list[tuple[str, Change, str]] = [
-    ("expert ids swapped", ids_swapped, r"kept\.expert_ids\[0\]: not the expert the manifest has in this row .expected 0, found 1"),
+    (
+        "expert ids swapped",
+        ids_swapped,
+        r"kept\.expert_ids\[0\]: not the expert the manifest has in this row .expected 0, found 1",
+    ),
     ("map altered", swap_map, r"config\.json: layer 3 expert \d: the bit map is not the manifest's"),
-    ("kept global scale zero", set_global(KEPT, "w13", 0.0), r"kept\.w13_global_scale\[\d\]: not a global scale .*finite positive"),
+    (
+        "kept global scale zero",
+        set_global(KEPT, "w13", 0.0),
+        r"kept\.w13_global_scale\[\d\]: not a global scale .*finite positive",
+    ),
     ("kept global scale negative", set_global(KEPT, "w2", -1.0), "not a global scale"),
     ("kept global scale infinite", set_global(KEPT, "w2", np.inf), "not a global scale .*found inf"),
     ("kept global scale no number", set_global(KEPT, "w2", np.nan), "not a global scale .*found nan"),
-    ("tail global scale doubled", set_global(TAIL, "w2", 2.0), r"tail\.w2_global_scale.*expected 8\.3.*e\+34, that of every NF3"),
-    ("a scale byte that is infinite", alter(KEPT, "w13_scale", 5, lambda b: 0xF8), r"kept\.w13_scale: a scale byte that no pack"),
-    ("a scale byte that is NaN", alter(TAIL, "w2_scale", 5, lambda b: 0xFF), r"tail\.w2_scale: a scale byte that no pack .*found 255"),
-]  # fmt: skip
+    (
+        "tail global scale doubled",
+        set_global(TAIL, "w2", 2.0),
+        r"tail\.w2_global_scale.*expected 8\.3.*e\+34, that of every NF3",
+    ),
+    (
+        "a scale byte that is infinite",
+        alter(KEPT, "w13_scale", 5, lambda b: 0xF8),
+        r"kept\.w13_scale: a scale byte that no pack",
+    ),
+    (
+        "a scale byte that is NaN",
+        alter(TAIL, "w2_scale", 5, lambda b: 0xFF),
+        r"tail\.w2_scale: a scale byte that no pack .*found 255",
+    ),
+]
 
 WITH_SOURCE: list[tuple[str, Change, str]] = [
-    ("kept code altered", alter(KEPT, "w13", 100, lambda b: b ^ 1),
-     rf"layer 3 expert {KEPT} (gate|up) .kept\.w13\[\d\]. row \d+ byte \d+: 1 bytes of codes are not the source's"),
-    ("kept down code altered", alter(KEPT, "w2", 7, lambda b: b ^ 0x80), rf"layer 3 expert {KEPT} down .*codes are not the source's"),
+    (
+        "kept code altered",
+        alter(KEPT, "w13", 100, lambda b: b ^ 1),
+        rf"layer 3 expert {KEPT} (gate|up) .kept\.w13\[\d\]. row \d+ byte \d+: 1 bytes of codes are not the source's",
+    ),
+    (
+        "kept down code altered",
+        alter(KEPT, "w2", 7, lambda b: b ^ 0x80),
+        rf"layer 3 expert {KEPT} down .*codes are not the source's",
+    ),
     ("tail code altered", alter(TAIL, "w13", 0, lambda b: b ^ 4), rf"layer 3 expert {TAIL} (gate|up) .*codes are not"),
-    ("tail down code altered", alter(TAIL, "w2", -1, lambda b: b ^ 0x40), rf"layer 3 expert {TAIL} down .*codes are not"),
-    ("kept scale altered", alter(KEPT, "w13_scale", 3, lambda b: b ^ 1),
-     rf"layer 3 expert {KEPT} gate .*group 0: 1 scales are not the source's .expected [0-9.e-]+, found"),
+    (
+        "tail down code altered",
+        alter(TAIL, "w2", -1, lambda b: b ^ 0x40),
+        rf"layer 3 expert {TAIL} down .*codes are not",
+    ),
+    (
+        "kept scale altered",
+        alter(KEPT, "w13_scale", 3, lambda b: b ^ 1),
+        rf"layer 3 expert {KEPT} gate .*group 0: 1 scales are not the source's .expected [0-9.e-]+, found",
+    ),
     ("kept scale flushed", alter(KEPT, "w2_scale", 3, lambda b: 0), rf"layer 3 expert {KEPT} down .*1 scales are not"),
-    ("tail scale altered", alter(TAIL, "w13_scale", 3, lambda b: b - 1), rf"layer 3 expert {TAIL} .*1 scales are not the source's"),
+    (
+        "tail scale altered",
+        alter(TAIL, "w13_scale", 3, lambda b: b - 1),
+        rf"layer 3 expert {TAIL} .*1 scales are not the source's",
+    ),
     ("tail scale zeroed", alter(TAIL, "w2_scale", 0, lambda b: 0), rf"layer 3 expert {TAIL} down .*1 scales are not"),
-    ("kept global scale doubled", set_global(KEPT, "w13", 2.0), rf"layer 3 expert {KEPT} gate .*scales are not the source's"),
-    ("kept global scale one bit off", set_global(KEPT, "w2", 1 + 2.0**-23), rf"layer 3 expert {KEPT} down .*scales are not"),
-    ("two experts swapped", swap_rows(5, 0, *(f"kept.{n}" for n in ("w13", "w2", "w13_scale", "w2_scale", "w13_global_scale", "w2_global_scale"))),
-     "layer 5 expert 0 gate .*codes are not the source's"),
-    ("scales of two experts swapped", swap_rows(5, 3, "kept.w2_scale"), "layer 5 expert 2 down .*scales are not the source's"),
+    (
+        "kept global scale doubled",
+        set_global(KEPT, "w13", 2.0),
+        rf"layer 3 expert {KEPT} gate .*scales are not the source's",
+    ),
+    (
+        "kept global scale one bit off",
+        set_global(KEPT, "w2", 1 + 2.0**-23),
+        rf"layer 3 expert {KEPT} down .*scales are not",
+    ),
+    (
+        "two experts swapped",
+        swap_rows(
+            5, 0, *(f"kept.{n}" for n in ("w13", "w2", "w13_scale", "w2_scale", "w13_global_scale", "w2_global_scale"))
+        ),
+        "layer 5 expert 0 gate .*codes are not the source's",
+    ),
+    (
+        "scales of two experts swapped",
+        swap_rows(5, 3, "kept.w2_scale"),
+        "layer 5 expert 2 down .*scales are not the source's",
+    ),
     ("two ranks swapped", swap_ranks, "rank-0/layer-005.*layer 5 expert 0 gate .*codes are not the source's"),
     ("a base tensor altered", edit_base, r"model-00001.*safetensors: .* byte \d+: not the source's bytes"),
-    ("a base tensor renamed", rename_base, r"lm_head\.weight: a tensor that the pack does not have\n.*lm_heed\.weight: not a base tensor of the source"),
+    (
+        "a base tensor renamed",
+        rename_base,
+        r"lm_head\.weight: a tensor that the pack does not have\n.*lm_heed\.weight: not a base tensor of the source",
+    ),
     ("a base tensor of another dtype", retype_base, r"not as in the source .expected BF16 .*, found F16"),
-    ("a small file altered", lambda e: (e.root / "tokenizer.json").write_text("{}"), "tokenizer.json: not the source's bytes"),
+    (
+        "a small file altered",
+        lambda e: (e.root / "tokenizer.json").write_text("{}"),
+        "tokenizer.json: not the source's bytes",
+    ),
     ("a small file added", add_small, "extra.txt: not a file of the source"),
     ("a small file dropped", drop_small, "LICENSE: a file of the source that the pack does not have"),
-    ("a config key altered", lambda e: e.edit_config(lambda c: c.update(rms_norm_eps=1.0)), "config.json: rms_norm_eps: not as in the source's"),
-    ("a config key dropped", lambda e: e.edit_config(lambda c: c.pop("vocab_size")), "vocab_size: not as in .*found no such key"),
-    ("a config key added", lambda e: e.edit_config(lambda c: c.update(auto_map={})), "auto_map: not as in .*expected no such key"),
-    ("source's quantization altered", lambda e: e.edit_config(lambda c: c["quantization_config"]["source_quantization_config"].pop("ignore")),
-     "source_quantization_config: not the source's"),
-    ("zero groups miscounted", lambda e: e.document["report"].update(groups_zero_scale=1), r"report\.groups_zero_scale: not what .*found 1"),
-    ("flushed miscounted", lambda e: e.document["report"].update(blocks_flushed=9), r"report\.blocks_flushed: not what .*expected 0, found 9"),
-    ("saturated miscounted", lambda e: e.document["report"].update(scales_saturated=9), r"report\.scales_saturated: not what .*found 9"),
-]  # fmt: skip
+    (
+        "a config key altered",
+        lambda e: e.edit_config(lambda c: c.update(rms_norm_eps=1.0)),
+        "config.json: rms_norm_eps: not as in the source's",
+    ),
+    (
+        "a config key dropped",
+        lambda e: e.edit_config(lambda c: c.pop("vocab_size")),
+        "vocab_size: not as in .*found no such key",
+    ),
+    (
+        "a config key added",
+        lambda e: e.edit_config(lambda c: c.update(auto_map={})),
+        "auto_map: not as in .*expected no such key",
+    ),
+    (
+        "source's quantization altered",
+        lambda e: e.edit_config(lambda c: c["quantization_config"]["source_quantization_config"].pop("ignore")),
+        "source_quantization_config: not the source's",
+    ),
+    (
+        "zero groups miscounted",
+        lambda e: e.document["report"].update(groups_zero_scale=1),
+        r"report\.groups_zero_scale: not what .*found 1",
+    ),
+    (
+        "flushed miscounted",
+        lambda e: e.document["report"].update(blocks_flushed=9),
+        r"report\.blocks_flushed: not what .*expected 0, found 9",
+    ),
+    (
+        "saturated miscounted",
+        lambda e: e.document["report"].update(scales_saturated=9),
+        r"report\.scales_saturated: not what .*found 9",
+    ),
+]
 
 
 @pytest.mark.parametrize(("change", "message"), [line[1:] for line in RULES], ids=[line[0] for line in RULES])
@@ -169,7 +259,9 @@ def test_rules_tell(pack: Path, change: Change, message: str) -> None:
     assert re.search(message, text_of(report)), text_of(report)
 
 
-@pytest.mark.parametrize(("change", "message"), [line[1:] for line in WITH_SOURCE], ids=[line[0] for line in WITH_SOURCE])
+@pytest.mark.parametrize(
+    ("change", "message"), [line[1:] for line in WITH_SOURCE], ids=[line[0] for line in WITH_SOURCE]
+)
 def test_the_source_tells(pack: Path, small_checkpoint: Path, change: Change, message: str) -> None:
     with editing(pack, consistent=True) as editor:
         change(editor)
@@ -187,7 +279,9 @@ def test_a_tier_said_wrong_everywhere(tmp_path: Path, small_checkpoint: Path) ->
     assert verify_pack(pack).ok
     report = verify_pack(pack, source=small_checkpoint)
     found = text_of(report)
-    assert found.startswith(f"{small_checkpoint}: config.json and hf_quant_config.json: not the source this pack was made from")
+    assert found.startswith(
+        f"{small_checkpoint}: config.json and hf_quant_config.json: not the source this pack was made from"
+    )
     assert "layer 3 expert" in found
     assert "the bit map and the stored format disagree" in found
     assert "everything against the source" in [left.what for left in report.not_checked]
@@ -200,7 +294,11 @@ def test_every_single_wrong_code_of_an_expert_is_found(pack: Path, small_checkpo
     shutil.copytree(small_checkpoint, source)
     rng = np.random.default_rng(byte + 1)
     with edit_tensors(source) as tensors:
-        names = [n for n in tensors.matching("model.layers.3.mlp.experts.") if n.endswith(("weight", "weight_packed", "weight_scale"))]
+        names = [
+            n
+            for n in tensors.matching("model.layers.3.mlp.experts.")
+            if n.endswith(("weight", "weight_packed", "weight_scale"))
+        ]
         for name in names:
             data = bytearray(tensors[name].data)
             at = int(rng.integers(0, len(data)))
@@ -210,99 +308,3 @@ def test_every_single_wrong_code_of_an_expert_is_found(pack: Path, small_checkpo
     assert report.findings_total >= len(names)
     for expert in range(4):
         assert f"layer 3 expert {expert}" in text_of(report)
-
-
-# sources that are others
-
-
-def another(root: Path, source: Path) -> Path:
-    other = root.parent / "other"
-    shutil.copytree(source, other)
-    return other
-
-
-def test_a_source_with_other_weights(pack: Path, small_checkpoint: Path) -> None:
-    other = pack.parent / "other"
-    write_checkpoint(other, replace(SMALL, seed=SMALL.seed, vocab=32))
-    found = text_of(verify_pack(pack, source=other))
-    assert found.startswith(f"{other}: config.json and hf_quant_config.json: not the source this pack was made from, or changed")
-    assert "vocab_size: not as in the source's" in found
-
-
-def test_a_source_of_other_sizes(pack: Path) -> None:
-    other = pack.parent / "other"
-    write_checkpoint(other, replace(SMALL, hidden=256))
-    report = verify_pack(pack, source=other)
-    found = text_of(report)
-    assert found.startswith(f"{other}: config.json and hf_quant_config.json")
-    assert "hidden size: not that of the source (expected 256, found 128)" in found
-    assert "experts of layers 3, 4, 5 against the source" in [left.what for left in report.not_checked]
-
-
-def test_a_source_with_another_number_of_experts(pack: Path) -> None:
-    other = pack.parent / "other"
-    write_checkpoint(other, replace(SMALL, num_experts=8))
-    report = verify_pack(pack, source=other)
-    assert not report.ok
-    assert "8" in text_of(report)
-
-
-def test_a_source_with_fewer_layers(pack: Path) -> None:
-    other = pack.parent / "other"
-    write_checkpoint(other, replace(SMALL, mtp_layer=False))
-    found = text_of(verify_pack(pack, source=other))
-    assert "layer 5: the source has no experts to pack in this layer" in found
-
-
-def test_a_source_with_more_layers(pack: Path) -> None:
-    other = pack.parent / "other"
-    write_checkpoint(other, replace(SMALL, moe_layers=(3, 4, 5)))
-    found = text_of(verify_pack(pack, source=open_checkpoint(other)))
-    assert "layers omitted: not that of the source (expected (6,), found ())" in found
-
-
-def test_a_source_with_another_kept_format(pack: Path) -> None:
-    other = pack.parent / "other"
-    write_checkpoint(other, replace(SMALL, kept_format="mxfp4"))
-    found = text_of(verify_pack(pack, source=other))
-    assert "layer 3: not that of the source (expected e8m0_k32, found e4m3_k16)" in found
-
-
-def test_a_source_whose_own_map_is_wrong_is_read_by_the_packs(pack: Path, small_checkpoint: Path) -> None:
-    other = another(pack, small_checkpoint)
-    with edit_config(other) as config:
-        bits = config["quantization_config"]["hybrid_bit_map"]["3"]
-        config["quantization_config"]["hybrid_bit_map"]["3"] = [7 - b for b in bits]
-    report = verify_pack(pack, source=other)
-    assert {finding.check for finding in report.findings} == {"source identity", "small files against the source"}
-
-
-def test_a_source_whose_config_was_reformatted(pack: Path, small_checkpoint: Path) -> None:
-    other = another(pack, small_checkpoint)
-    (other / CONFIG).write_text(json.dumps(json.loads((other / CONFIG).read_text())))
-    report = verify_pack(pack, source=other)
-    assert [finding.where for finding in report.findings] == ["config.json and hf_quant_config.json"]
-
-
-def test_a_source_whose_index_changed(pack: Path, small_checkpoint: Path) -> None:
-    other = another(pack, small_checkpoint)
-    with edit_index(other) as index:
-        index["metadata"]["total_size"] = 1
-    report = verify_pack(pack, source=other)
-    assert [finding.where for finding in report.findings] == ["index"]
-
-
-def test_a_source_cut_into_other_files_says_so_but_is_compared(pack: Path) -> None:
-    other = pack.parent / "other"
-    write_checkpoint(other, replace(SMALL, shard_bytes=1 << 30))
-    report = verify_pack(pack, source=other)
-    assert {finding.check for finding in report.findings} == {"source identity"}
-    assert next(check.count for check in report.checks if check.name == "experts against the source") == 12
-
-
-def test_a_source_that_is_broken(pack: Path, small_checkpoint: Path) -> None:
-    other = another(pack, small_checkpoint)
-    min(other.glob("*.safetensors")).unlink()
-    report = verify_pack(pack, source=other)
-    assert "no such file" in text_of(report)
-    assert verify_pack(pack, source=pack.parent / "nowhere").findings[0].message.startswith("no such file")

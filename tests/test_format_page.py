@@ -1,0 +1,449 @@
+"""FORMAT.md against the code, both ways: its tables, its formulas and every worked example."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from hybrid_pack.convert.scales import check_second, choose, refused_bytes
+from hybrid_pack.errors import DataError
+from hybrid_pack.formats import e2m1, e4m3
+from hybrid_pack.formats.source import SourceFormat
+from hybrid_pack.io import manifest as io_manifest
+from hybrid_pack.io.digest import blake3_digest, rows_digest, shard_digest
+from hybrid_pack.io.manifest import ROW_TENSORS, encode_manifest, shard_header
+from hybrid_pack.io.safetensors import ALIGNMENT
+from hybrid_pack.layouts import scale_bytes
+from hybrid_pack.layouts.nf3_2p1 import Nf32p1
+from hybrid_pack.layouts.packed_fp4 import PackedFp4
+from hybrid_pack.layouts.scales import BlockScales, row_order
+from hybrid_pack.layouts.shard import RankGeometry, shard_path, shard_tensors
+from hybrid_pack.schemas.manifest import MAX_PATH_CHARS, Manifest, is_pack_path
+from hybrid_pack.sharding import Topology, tiles_for
+from tests.format_page import page, reader, weights
+from tests.layouts.ours import pack_codes, pack_scales
+from tests.reference import source
+
+FORMS = {
+    "NVFP4": SourceFormat("nvfp4", "weight", "weight_scale", "weight_scale_2", 16),
+    "MXFP4": SourceFormat("mxfp4", "weight", "weight_scale", None, 32),
+    "NF3": SourceFormat("nf3", "weight_packed", "weight_scale", None, 32),
+}
+GEOMETRIES = [
+    (128, 64), (128, 192), (256, 128), (384, 64), (3584, 192), (6144, 512), (6144, 2048), (7168, 256),
+]  # fmt: skip
+
+
+# Section 4: the manifest.
+
+
+def schema_keys() -> dict[str, tuple[str, bool, list[Any]]]:
+    """Key in the page's notation to (type, required, constants), from the models' JSON Schema."""
+    schema = Manifest.model_json_schema()
+    found: dict[str, tuple[str, bool, list[Any]]] = {}
+
+    def resolve(node: dict[str, Any]) -> dict[str, Any]:
+        return schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+
+    def kind(node: dict[str, Any]) -> str:
+        node = resolve(node)
+        if "anyOf" in node:
+            return " or ".join(kind(option) for option in node["anyOf"])
+        if node["type"] != "array":
+            return str(node["type"])
+        inner = node["items"] if "items" in node else node["prefixItems"][0]
+        return f"array of {kind(inner)}s"
+
+    def constants(node: dict[str, Any]) -> list[Any]:
+        options = [resolve(option) for option in node.get("anyOf", [node])]
+        return [value for option in options for value in option.get("enum", [option.get("const")]) if value is not None]
+
+    def visit(node: dict[str, Any], prefix: str) -> None:
+        for name, inner in node["properties"].items():
+            key = f"{prefix}{name}"
+            found[key] = (kind(inner), name in node["required"], constants(inner))
+            inner = resolve(inner)
+            values = list(inner.get("patternProperties", {}).values()) or [inner.get("additionalProperties")]
+            if inner.get("type") == "array" and "properties" in resolve(inner.get("items", {})):
+                visit(resolve(inner["items"]), f"{key}[].")
+            elif "properties" in inner:
+                visit(inner, f"{key}.")
+            elif inner.get("type") == "object":
+                (value,) = values
+                found[f"{key}.<>"] = ("object", False, [])
+                visit(resolve(value), f"{key}.<>.")
+
+    visit(schema, "")
+    return found
+
+
+def page_keys() -> dict[str, page.Row]:
+    return {re.sub(r"<\w+>", "<>", page.only(row["key"])): row for row in page.KEYS}
+
+
+def test_the_manifest_table_has_every_key_of_the_models_in_order_and_no_other() -> None:
+    assert list(page_keys()) == list(schema_keys())
+
+
+def test_the_manifest_table_has_the_types_presences_and_constants_of_the_models() -> None:
+    for key, (kind, required, constants) in schema_keys().items():
+        row = page_keys()[key]
+        assert row["type"] == kind, key
+        assert (row["presence"] == "always") == required, key
+        assert set(map(str, constants)) <= set(page.ticked(row["rule"])), key
+
+
+def test_the_abi_of_the_page_is_that_of_the_code() -> None:
+    assert page.ticked(page.rule("layout.abi"))[0] == io_manifest.LAYOUT_ABI
+    assert page.ticked(page.rule("base.index"))[0] == io_manifest.BASE_INDEX
+
+
+def test_limits() -> None:
+    text = page.section(4)
+    assert f"of at most 2^{io_manifest._MAX_MANIFEST_BYTES.bit_length() - 1} bytes" in text
+    assert io_manifest._MAX_MANIFEST_BYTES == 2**30
+    assert f"1 to {MAX_PATH_CHARS} characters" in text
+    properties = Manifest.model_json_schema()["$defs"]
+    size, count = properties["FileEntry"]["properties"]["bytes"], properties["Geometry"]["properties"]["top_k"]
+    assert (size["minimum"], size["exclusiveMaximum"]) == (0, 2**63)
+    assert (count["minimum"], count["exclusiveMaximum"]) == (1, 2**31)
+    assert "are 0 to 2^63 - 1; a count is 1 to 2^31 - 1" in text
+    for key in schema_keys():
+        holder, _, name = key.rpartition(".")
+        if holder in ("topology", "geometry"):
+            assert page.rule(key).startswith("count"), name
+
+
+def test_manifest_example_and_its_last_bytes() -> None:
+    example = page.block("text self_digest").encode() + b"\n"
+    assert encode_manifest({"format": "hybrid-pack", "format_version": 1}) == example
+    (size,) = re.findall(r"exactly these (\d+) bytes", page.section(4))
+    assert int(size) == reader.TAIL_BYTES
+    body, tail = example[: -int(size)], example[-int(size) :]
+    assert tail == b',\n "self_digest": "blake3:' + blake3(body).hexdigest().encode() + b'"\n}\n'
+    assert body.endswith(b'"format_version": 1')
+
+
+@pytest.mark.parametrize(
+    ("path", "good"),
+    [
+        ("a", True), ("a/b.c", True), ("a b/…", True), (".a", True), ("a" * 1024, True), ("é", True),
+        ("", False), ("/a", False), ("a/", False), ("a//b", False), (".", False), ("a/./b", False), ("../a", False),
+        ("a/..", False), ("a\\b", False), ("c:a", False), ("a\nb", False), ("a\x7fb", False), ("a" * 1025, False),
+        ("é", False), ("a\ud800", False),
+    ],
+)  # fmt: skip
+def test_path_rules(path: str, good: bool) -> None:
+    assert is_pack_path(path) is good
+    assert reader.is_path(path) is good
+
+
+# Section 5: digests.
+
+
+def test_digest_examples() -> None:
+    for row in page.table("bytes (hex)", "taken as", "digest"):
+        data = page.hexadecimal(row["bytes (hex)"])
+        if row["taken as"] == "a file":
+            ours, theirs = blake3_digest(data), reader.digest(data)
+        else:
+            rows = data[:4], data[4:]
+            ours, theirs = rows_digest(blake3(row).digest() for row in rows), reader.digest_of_rows(data, 2)
+        assert ours == theirs == page.only(row["digest"])
+
+
+def test_algorithms_and_what_they_are_used_for() -> None:
+    assert [page.only(row["algorithm"]) for row in page.ALGORITHMS] == ["blake3", "blake3-rows", "blake3-shard"]
+    assert tuple(page.ticked(page.ALGORITHMS[1]["used for"])) == ("w13", "w2", "w13_scale", "w2_scale")
+    assert {row["name"].strip("`").split(".")[1] for row in page.TENSORS} - set(ROW_TENSORS) == {
+        "w13_global_scale", "w2_global_scale", "expert_ids",
+    }  # fmt: skip
+    assert set(page.ticked(page.ALGORITHMS[1]["used for"])) == set(ROW_TENSORS)
+
+
+# Sections 2, 7 and 8: files, tensors, tiles.
+
+
+def test_paths_of_shards() -> None:
+    template = page.ticked(page.table("path", "holds")[2]["path"])[0]
+    for layer, name in ((3, "layer-003"), (1234, "layer-1234")):
+        assert f"layer {layer} is\n  `{name}`" in page.section(2) or f"layer {layer} is `{name}`" in page.section(2)
+        path = template.replace("<T>", "8").replace("<P>", "2").replace("<r>", "11").replace("layer-<LLL>", name)
+        assert shard_path(Topology(8, 2).folder, 11, layer) == path
+
+
+@pytest.mark.parametrize(("hidden", "share"), GEOMETRIES)
+@pytest.mark.parametrize("form", ["e4m3_k16", "e8m0_k32"])
+@pytest.mark.parametrize(("kept", "tail"), [(1, 1), (64, 192), (3, 0), (0, 5), (300, 1)])
+def test_tensors_their_order_and_header(hidden: int, share: int, form: Any, kept: int, tail: int) -> None:
+    tiles = reader.tiles_of(hidden, share)
+    assert tiles is not None
+    geometry = RankGeometry(hidden, share, tiles)  # type: ignore[arg-type]
+    ours = shard_tensors(geometry, kept, tail, form if kept else None)
+    theirs = reader.tensors_of(hidden, share, kept, tail, form)
+    assert [(t.name, t.dtype, t.shape) for t in ours] == [(t.name, t.dtype, t.shape) for t in theirs]
+    assert shard_header(ours) == reader.header_of(theirs)
+
+
+def test_header_example() -> None:
+    tensors = shard_tensors(RankGeometry(128, 64, (64, 128, 64, 128)), 0, 1, None)
+    text = page.block("json header").encode()
+    (numbers,) = re.findall(r"length is (\d+), this JSON is (\d+) bytes, then (\d+) spaces", page.section(7))
+    length, size, spaces = map(int, numbers)
+    assert (len(text), 8 + length) == (size, ALIGNMENT)
+    header = length.to_bytes(8, "little") + text + b" " * spaces
+    assert header == shard_header(tensors)
+
+    digests = {row["part"].strip("`"): page.only(row["digest"]) for row in page.table("part", "digest")}
+    assert list(digests) == ["header", *(t.name for t in tensors), "file"]
+    assert "global scales 2^116 (bytes `00 00 80 79`) and expert id 1" in page.section(7)
+    assert np.float32(2.0**116).tobytes().hex(" ") == "00 00 80 79"
+    for tensor in tensors:
+        data = bytes(tensor.nbytes)
+        if tensor.name.endswith("global_scale"):
+            data = bytes.fromhex("00008079")
+        elif tensor.name.endswith("expert_ids"):
+            data = b"\1\0\0\0"
+        rows = tensor.name.split(".")[1] in ROW_TENSORS
+        assert digests[tensor.name] == (rows_digest([blake3(data).digest()]) if rows else blake3_digest(data))
+    assert digests["header"] == blake3_digest(header)
+    assert digests["file"] == shard_digest(header, (digests[t.name] for t in tensors))
+
+
+def test_tiles() -> None:
+    sizes = [*range(32, 1100, 32), 1536, 2048, 3072, 3584, 4096, 6144, 7168]
+    found = {(h, s): reader.tiles_of(h, s) for h in sizes for s in sizes}
+    assert found == {(h, s): tiles_for(h, s) for h in sizes for s in sizes}
+    assert len(set(found.values())) == len(page.TILES) + 1
+
+
+# Sections 9 to 11: layouts.
+
+
+def noise(text: str, n: int, k: int) -> NDArray[np.uint8]:
+    """The matrix of an example, from its formula."""
+    expression = next(part for part in page.ticked(text) if "2654435761" in part).partition(" = ")[2]
+    row, column = np.indices((n, k))
+    return np.asarray(page.evaluate(expression, n=row, k=column, g=column)).astype(np.uint8)
+
+
+def fp4_words(codes: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    return pack_codes(PackedFp4(), source.store_fp4(codes), codes.shape[1])
+
+
+def nf3_words(codes: NDArray[np.uint8], tile_n: int) -> NDArray[np.uint32]:
+    return pack_codes(Nf32p1(tile_n), source.store_nf3(codes), codes.shape[1])
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 16), (128, 32), (192, 64), (256, 528)])
+def test_fp4_formula(n: int, k: int) -> None:
+    codes = np.random.default_rng(n).integers(0, 16, (n, k), np.uint8)
+    assert np.array_equal(weights.codes_of("kept", fp4_words(codes), n, k, 0), codes)
+
+
+@pytest.mark.parametrize(("n", "k", "tile_n"), [(64, 32, 64), (256, 64, 128), (384, 32, 64), (512, 544, 256)])
+def test_nf3_formula(n: int, k: int, tile_n: int) -> None:
+    codes = np.random.default_rng(n).integers(0, 8, (n, k), np.uint8)
+    assert np.array_equal(weights.codes_of("tail", nf3_words(codes, tile_n), n, k, tile_n), codes)
+
+
+def test_fp4_example() -> None:
+    text = page.section(9)
+    codes = noise(text, 128, 32)
+    assert "Row 0 has the codes 0, 15, 9, 8 in columns\n0, 8, 1, 9 and row 8 has 3, 2, 13, 12" in text
+    assert codes[[0, 8]][:, [0, 8, 1, 9]].tolist() == [[0, 15, 9, 8], [3, 2, 13, 12]]
+    words = fp4_words(codes)
+    assert np.array_equal(weights.codes_of("kept", words, 128, 32, 0), codes)
+    *rows, whole = page.table("word", "value", "bytes in the file")
+    for row in rows:
+        word = words[int(row["word"])]
+        assert (f"{word:08x}", word.tobytes()) == (page.only(row["value"]), page.hexadecimal(row["bytes in the file"]))
+    assert whole["word"] == f"all {words.size}"
+    assert page.only(whole["bytes in the file"]) == blake3_digest(words.tobytes())
+
+
+def test_nf3_example() -> None:
+    text = page.section(10)
+    codes = noise(text, 256, 32)
+    assert "Row 0 has the codes 0, 4, 7, 4 in\ncolumns 0, 1, 8, 9" in text
+    assert codes[0, [0, 1, 8, 9]].tolist() == [0, 4, 7, 4]
+    words = nf3_words(codes, 128)
+    assert np.array_equal(weights.codes_of("tail", words, 256, 32, 128), codes)
+    assert f"byte 0 of `lo0` is `0b{words[0] & 255:08b}` and nibble 0 of `hi` is `0b{words[2] & 15:04b}`" in text
+    *rows, whole = page.table("unit", "lo0", "lo1", "hi", "bytes in the file")
+    for row in rows:
+        unit = words.reshape(-1, 3)[int(row["unit"])]
+        assert [f"{word:08x}" for word in unit] == [page.only(row[name]) for name in ("lo0", "lo1", "hi")]
+        assert unit.tobytes() == page.hexadecimal(row["bytes in the file"])
+    assert whole["unit"] == f"all {words.size // 3}"
+    assert page.only(whole["bytes in the file"]) == blake3_digest(words.tobytes())
+    others = re.findall(r"W\s=\s(\d+)[^`]*`(blake3:\w+)`", text)
+    assert [(int(tile_n), digest) for tile_n, digest in others] == [
+        (tile_n, blake3_digest(nf3_words(codes, tile_n).tobytes())) for tile_n in (64, 256)
+    ]
+
+
+def test_bit_pictures() -> None:
+    """The pictures say what the formulas say."""
+    rows, bits = np.indices((64, 16))
+    at = page.formula("packed", n=rows, k=bits, N=64, K=16)
+    picture = {int(b): (r, c) for b, r, c in zip(*(at[x].reshape(-1) for x in ("bit",)), rows.reshape(-1), bits.reshape(-1), strict=True) if r in (0, 8) and c in (0, 1, 8, 9)}
+    lines = re.search(r"^row (.*)\ncol (.*)$", page.section(9), flags=re.M)
+    assert lines is not None
+    for position, (row, column) in enumerate(zip(re.split(r"\s{2,}", lines[1].strip()), re.split(r"\s{2,}", lines[2].strip()), strict=False)):
+        if position < 8:
+            expected = (8 if row == "n + 8" else 0, int((column.split(" + ") + ["0"])[1]))
+            assert picture[28 - 4 * position] == expected
+
+
+def test_code_books() -> None:
+    assert page.E2M1 == e2m1.VALUES.tolist()
+    assert str(page.E2M1[8]) == "-0.0"
+
+
+def test_row_order() -> None:
+    order = [int(number) for number in page.block("text row_order").split()]
+    assert order == row_order().tolist()
+    assert page.formula("scales", n=np.array(order))["position"].tolist() == list(range(64))
+
+
+@pytest.mark.parametrize(("n", "k", "group"), [(64, 32, 16), (192, 128, 32), (256, 96, 16)])
+def test_scale_formula(n: int, k: int, group: int) -> None:
+    stored = np.random.default_rng(n).integers(0, 256, (n, k // group), np.uint8)
+    assert np.array_equal(weights.scale_bytes_of(pack_scales(BlockScales(group), stored, k)), stored)
+
+
+def test_scale_example() -> None:
+    stored = noise(page.section(11), 128, 2)
+    packed = pack_scales(BlockScales(16), stored, 32)
+    *rows, whole = page.table("group", "positions", "bytes in the file")
+    for row in rows:
+        first, last = map(int, row["positions"].split(" to "))
+        part = packed[int(row["group"]), first : last + 1]
+        assert part.tobytes() == page.hexadecimal(row["bytes in the file"])
+    assert whole["positions"] == f"all {packed.size}"
+    assert page.only(whole["bytes in the file"]) == blake3_digest(packed.tobytes())
+
+
+# Sections 12 and 13: scales.
+
+
+def test_value_of_every_byte_in_use() -> None:
+    for byte in range(248):
+        assert weights.value_of(byte) == scale_bytes.DEVICE_VALUES[byte]
+        assert weights.value_of(byte) == np.uint16(byte << 7).view(np.float16)
+
+
+def test_weight_formulas_have_the_constants_of_the_code() -> None:
+    nvfp4, mxfp4, nf3 = (page.only(row["weight"]) for row in page.WEIGHTS)
+    assert nvfp4 == f"e2m1 * value * global_scale * 2**{scale_bytes.NVFP4_VALUE_EXPONENT}"
+    assert page.evaluate(mxfp4, e2m1=1.0, byte=np.arange(256.0), global_scale=1.0).tolist() == (
+        scale_bytes.E8M0_VALUES.tolist()
+    )
+    assert nf3 == f"level * value * global_scale * 2**{scale_bytes.NF3_VALUE_EXPONENT}"
+    assert [int(row["group"]) for row in page.WEIGHTS] == [FORMS[name].group for name in FORMS]
+
+
+def test_bytes_in_use_are_those_the_tables_can_give() -> None:
+    positive = e4m3.VALUES[:0x7F]
+    used = {"e4m3_k16": set(), "e8m0_k32": set(), "e4m3_k32": set()}
+    for largest in positive:
+        table = scale_bytes.nvfp4_table(np.minimum(e4m3.VALUES, largest), scale_bytes.nvfp4_factor(float(largest)))
+        used["e4m3_k16"] |= set(table.device[:0x7F].tolist())
+    for largest in range(255):
+        used["e8m0_k32"] |= set(scale_bytes.mxfp4_table(scale_bytes.mxfp4_shift(largest)).device[: largest + 1].tolist())
+    used["e4m3_k32"] = set(scale_bytes.nf3_table(e4m3.VALUES).device[:0x7F][positive < 32].tolist())
+    from tests.format_page.verifier import SCALE_BYTES
+
+    assert {form: (min(b), max(b), min(b - {0})) for form, b in used.items()} == {
+        form: (min(b), max(b), min(b - {0})) for form, b in SCALE_BYTES.items() if form != "e4m3_k32"
+    } | {"e4m3_k32": (0, max(SCALE_BYTES["e4m3_k32"]), min(used["e4m3_k32"] - {0}))}
+    assert all(found <= SCALE_BYTES[form] for form, found in used.items())
+
+
+def test_weight_examples() -> None:
+    rows = page.table(
+        "format", "code", "stored scale", "second scale", "largest stored", "byte", "global (binary32)", "weight"
+    )
+    for row in rows:
+        form, stored, byte = FORMS[row["format"]], *(int(page.only(row[c]), 16) for c in ("stored scale", "byte"))
+        largest = int(page.only(row["largest stored"]), 16) if row["largest stored"] else stored
+        counts = np.bincount([stored, largest], minlength=256)
+        second = float(Fraction(row["second scale"])) if row["second scale"] else 1.0
+        chosen = choose([form], [counts], [second])
+        assert chosen.tables[0].device[stored] == byte
+        assert np.float32(chosen.global_scale).view(np.uint32) == int(page.only(row["global (binary32)"]), 16)
+        key = next(r["scale format"].split("`")[1] for r in page.WEIGHTS if f"({row['format']})" in r["scale format"])
+        code = np.array([[int(row["code"])] * form.group])
+        levels = [-1.0, -0.6047, -0.3563, -0.1275, 0.1275, 0.3563, 0.6047, 1.0]
+        found = weights.weights_of(key, code, np.array([[byte]], np.uint8), chosen.global_scale, levels)
+        assert (found == float(row["weight"])).all()
+        meaning = row["stored scale"].partition("= ")[2]
+        value = 2.0 ** (stored - 127) if row["format"] == "MXFP4" else e4m3.VALUES[stored]
+        assert float(Fraction(meaning)) == value
+
+
+def test_nvfp4_rules() -> None:
+    text = page.section(13)
+    (row,) = (rows[0] for rows in page.tables() if next(iter(rows[0])) == "m")
+    for largest, factor in list(row.items())[1:]:
+        assert scale_bytes.nvfp4_factor(float(Fraction(largest))) == float(factor)
+    rule = page.quoted("f * m <= 448", text)
+    for largest in e4m3.VALUES[1:0x7F].tolist():
+        factor = scale_bytes.nvfp4_factor(largest)
+        assert page.evaluate(rule, f=factor, m=largest) and not page.evaluate(rule, f=2 * factor, m=largest)
+    scaled = page.quoted("s * f * 128", text)
+    assert "is below 2 there becomes 0" in text
+    for factor in (1.0, 4.0, 256.0):
+        table = scale_bytes.nvfp4_table(e4m3.VALUES, factor)
+        for byte, stored in enumerate(e4m3.VALUES[:0x7F].tolist()):
+            wanted = page.evaluate(scaled, s=stored, f=factor)
+            if stored * factor <= 448:
+                assert weights.value_of(int(table.device[byte])) == (wanted if wanted >= 2 else 0.0)
+                assert table.flushed[byte] == (0 < wanted < 2)
+    nvfp4, mxfp4, nf3 = page.defined(text, "global_scale")
+    for second in (1.0, 0.75, 2.0**-20):
+        assert page.evaluate(nvfp4, second=second, f=8.0) == scale_bytes.nvfp4_global_scale(second, 8.0)
+    assert page.evaluate(nf3) == scale_bytes.NF3_GLOBAL_SCALE
+    shift = page.defined(text, "shift")[0]
+    device = page.quoted("min(byte + shift, 247)", text)
+    for largest in range(255):
+        found = page.evaluate(shift, m=largest)
+        assert found == scale_bytes.mxfp4_shift(largest)
+        assert page.evaluate(mxfp4, shift=found) == scale_bytes.mxfp4_global_scale(found)
+        table = scale_bytes.mxfp4_table(found)
+        for byte in range(255):
+            assert table.device[byte] == page.evaluate(device, byte=byte, shift=found)
+    table = scale_bytes.nf3_table(e4m3.VALUES)
+    for byte in np.flatnonzero(e4m3.VALUES[:0x7F] < 32).tolist():
+        stored = float(e4m3.VALUES[byte])
+        assert weights.value_of(int(table.device[byte])) == page.evaluate(page.quoted("s / 16", text), s=stored)
+
+
+def test_refusals() -> None:
+    text = " ".join(page.section(13).split())
+    assert "E4M3 NaN (`7f`, `ff`) and negative scales (`81` to `fe`); NF3 scales of 32 or more; E8M0 `ff`" in text
+    negative = {0x7F, 0xFF, *range(0x81, 0xFF)}
+    refused = {name: set(np.flatnonzero(refused_bytes(form)).tolist()) for name, form in FORMS.items()}
+    assert refused["NVFP4"] == negative
+    assert refused["MXFP4"] == {0xFF}
+    assert refused["NF3"] == negative | set(np.flatnonzero(e4m3.VALUES >= 32).tolist())
+    assert "is not finite, positive and below 512" in text
+    matrix: Any = type("Matrix", (), {"second": None})
+    check_second(matrix, float(np.nextafter(np.float32(512), np.float32(0))), "")
+    for value in (512.0, 0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(DataError):
+            check_second(matrix, value, "")
+
+
+def test_sections_that_are_referred_to_exist() -> None:
+    numbers = set(map(int, re.findall(r"^## (\d+)\. ", page.TEXT, flags=re.M)))
+    assert numbers == set(range(1, max(numbers) + 1))
+    assert set(map(int, re.findall(r"section (\d+)", page.TEXT))) <= numbers
+    assert {int(n) for row in page.TENSORS for n in row["section"].split(", ")} <= numbers
