@@ -36,7 +36,9 @@ def _version(package: str) -> str | None:
 
 def machine(folder: Path) -> dict[str, Any]:
     """The machine, its versions and the commit a result was made with."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     disk = subprocess.run(["df", "--output=fstype", str(folder)], capture_output=True, text=True, check=False)
     return {
         "cpu": _cpu(),

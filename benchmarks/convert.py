@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-
 from benchmarks import common
 from hybrid_pack.convert.expert import ExpertPacker
 from hybrid_pack.io.checkpoint import Expert, open_checkpoint
@@ -135,7 +134,8 @@ def main() -> None:
             "mxfp4": mxfp4.experts[mxfp4.kept[0]],
         }
         result["packers_gb_per_s"] = {
-            name: {"one_thread": our_rate(expert, 1), "two_threads": our_rate(expert, 2)} for name, expert in experts.items()
+            name: {"one_thread": our_rate(expert, 1), "two_threads": our_rate(expert, 2)}
+            for name, expert in experts.items()
         }
         result["b12x_packers_gb_per_s"] = b12x_rates()
     ours, theirs = result["packers_gb_per_s"], result["b12x_packers_gb_per_s"]

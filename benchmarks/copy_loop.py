@@ -1,6 +1,6 @@
 """A plain tuned copy: threads, large reads, space taken ahead, writes past the page cache, fsync. Nothing is computed.
 
-    python -m benchmarks.copy_loop SOURCE OUT THREADS
+python -m benchmarks.copy_loop SOURCE OUT THREADS
 """
 
 from __future__ import annotations

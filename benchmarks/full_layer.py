@@ -2,8 +2,8 @@
 
     python -m benchmarks.full_layer [--folder DIR] [--runs N] [--cold-runs N]
 
-Baselines, interleaved in the same run, source and output on one disk: ``cp -r`` and ``sync``; and a plain tuned copy loop
-(threads, large reads, fallocate, direct writes, fsync; nothing computed). Whole processes, digests and fsync included.
+Baselines, interleaved in the same run, source and output on one disk: ``cp -r`` and ``sync``; and a plain tuned copy
+loop (threads, large reads, fallocate, direct writes, fsync; nothing computed). Whole processes, with digests and fsync.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ GLM_LAYER = Spec(
     hidden=6144, intermediate=2048, num_experts=256, kept=64, top_k=8, moe_layers=(3,), dense_layers=(), mtp_layer=False
 )
 TP = 4
+CONVERT = [sys.executable, "-m", "hybrid_pack.cli", "convert"]
 
 
 def measure(folder: Path, runs: int, cold: bool, workers: int) -> dict[str, Any]:
@@ -31,8 +32,8 @@ def measure(folder: Path, runs: int, cold: bool, workers: int) -> dict[str, Any]
     cpu: list[float] = []
 
     def convert() -> float:
-        command = [sys.executable, "-m", "hybrid_pack.cli", "convert", str(source), "--out", str(out)]
-        seconds, peak, used = common.run_measured([*command, "--tp", str(TP), "--workers", str(workers)])
+        command = [*CONVERT, str(source), "--out", str(out), "--tp", str(TP), "--workers", str(workers)]
+        seconds, peak, used = common.run_measured(command)
         peaks.append(peak)
         cpu.append(used)
         return seconds
@@ -79,8 +80,7 @@ def main() -> None:
             print(f"{name} source:")
             result[name] = measure(folder, runs, cold, options.workers)
         two = common.run_measured(
-            [sys.executable, "-m", "hybrid_pack.cli", "convert", str(folder / "source"), "--out", str(folder / "out")]
-            + ["--tp", str(TP), "--workers", "2"]
+            [*CONVERT, str(folder / "source"), "--out", str(folder / "out"), "--tp", str(TP), "--workers", "2"]
         )
         result["two_workers"] = {"seconds": two[0], "peak_rss_bytes": two[1]}
     common.save("full_layer", result)

@@ -9,7 +9,7 @@ import click
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-class Bytes(click.ParamType):
+class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.4
     """A size such as ``500MB``, ``1.5GiB`` or plain bytes."""
 
     name = "size"
@@ -22,7 +22,7 @@ class Bytes(click.ParamType):
         return int(float(match[1]) * UNITS[match[2]])
 
 
-class Numbers(click.ParamType):
+class Numbers(click.ParamType):  # type: ignore[type-arg]
     """Numbers and ranges such as ``3-5,78``."""
 
     name = "numbers"

@@ -10,6 +10,7 @@ from typing import Any
 from hybrid_pack.cli.progress import size
 from hybrid_pack.convert import Conversion, Resources
 from hybrid_pack.inspection import Inspection, LayerView, inspect_checkpoint
+from hybrid_pack.io.bitmap import spans
 from hybrid_pack.plan import Plan
 from hybrid_pack.schemas.manifest import Report
 
@@ -29,17 +30,6 @@ def table(rows: Iterable[Sequence[object]], indent: str = "  ") -> str:
         for row in cells
     )
     return "\n".join(f"{indent}{line}".rstrip() for line in lines)
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """``3-77, 80`` for ascending numbers."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
 
 
 def tier_map(layers: Sequence[LayerView], num_experts: int) -> str:

@@ -36,7 +36,9 @@ def main() -> None:
     spec = Spec(hidden=512, intermediate=256, num_experts=16, kept=4, top_k=4, moe_layers=(3, 4, 5))
     source, pack_folder = OUT / "source", OUT / "pack"
     write_checkpoint(source, spec)
-    print(f"wrote a synthetic hybrid checkpoint to {source.relative_to(ROOT)}: GLM-5.2's names, dtypes and map, in small")
+    print(
+        f"wrote a synthetic hybrid checkpoint to {source.relative_to(ROOT)}: GLM-5.2's names, dtypes and map, in small"
+    )
     relative = [str(p.relative_to(ROOT)) for p in (source, pack_folder)]
     hybrid_pack_command("inspect", relative[0])
     hybrid_pack_command("convert", relative[0], "--out", relative[1], "--tp", str(TP))

@@ -220,7 +220,8 @@ def inspect_pack(root: Path) -> Inspection:
         expert_formats={kind: count for kind, count in formats.most_common() if count},
         base_dtypes=_dtypes(base.values()),
         base_dialect=_base_dialect({n: (t.header.dtype, t.header.shape) for n, t in base.items()}),
-        file_bytes=sum(e.bytes for e in (*manifest.shards, *manifest.base.files, *manifest.files)),
+        file_bytes=sum(s.bytes for s in manifest.shards)
+        + sum(f.bytes for f in (*manifest.base.files, *manifest.files)),
         topologies=(TopologyView(topology.tensor_parallel, None, layout.tiles, rank["kept"], rank["tail"]),),
         legal_tp=(topology.tensor_parallel,),
         legal_ep=(topology.expert_parallel,),

@@ -190,7 +190,7 @@ def _base(tensors: Iterable[Located]) -> tuple[BasePlan, ...]:
             size = 0
         groups[-1].append(tensor)
         size += tensor.header.nbytes
-    # Widest element first, so that every tensor starts on a multiple of its element: 8-byte items can follow only those.
+    # Widest element first, so that every tensor starts on a multiple of its element.
     return tuple(
         BasePlan(f"model-{i:05d}-of-{len(groups):05d}.safetensors", tuple(sorted(group, key=_alignment_key)))
         for i, group in enumerate(groups, 1)
@@ -206,7 +206,7 @@ def _alignment_key(tensor: Located) -> tuple[int, str]:
 
 
 def _small_files(root: Path) -> tuple[dict[str, Path], list[str]]:
-    """(tokenizer, generation config, licence, sidecars and the like: everything small that is no weight file; notes)."""
+    """(tokenizer, licence, sidecars and the like: everything small that is no weight file; notes)."""
     found: dict[str, Path] = {}
     notes = []
     for folder in (root, *(root / name for name in SMALL_FOLDERS)):
@@ -263,7 +263,12 @@ def make_plan(source: Checkpoint, topology: Topology, layers: Iterable[int] | No
     unknown = [layer for layer in wanted if layer not in source.layers]
     if unknown or not wanted:
         have = f"{min(source.layers)}..{max(source.layers)}"
-        raise UsageError("no experts to pack in that layer", where="--layers", expected=f"layers of {have}", found=unknown[0] if unknown else "none")
+        raise UsageError(
+            "no experts to pack in that layer",
+            where="--layers",
+            expected=f"layers of {have}",
+            found=unknown[0] if unknown else "none",
+        )
     geometry = RankGeometry(source.hidden, source.intermediate // topology.tensor_parallel, tiles)
     base = _base(source.base)
     copied, small_notes = _small_files(source.root)
@@ -273,14 +278,18 @@ def make_plan(source: Checkpoint, topology: Topology, layers: Iterable[int] | No
     omitted = tuple(layer for layer in sorted(source.layers) if layer not in wanted)
     notes = [*source.notes, *small_notes]
     if omitted:
-        notes.append(f"only layers {', '.join(map(str, wanted))} are packed; the experts of {len(omitted)} layers are left out")
+        notes.append(
+            f"only layers {', '.join(map(str, wanted))} are packed; the experts of {len(omitted)} layers are left out"
+        )
     return Plan(
         source=source,
         topology=topology,
         geometry=geometry,
         layers=wanted,
         omitted=omitted,
-        shards=tuple(s for i in wanted for s in _shards(source.layers[i], topology, geometry, source.config.num_experts)),
+        shards=tuple(
+            s for i in wanted for s in _shards(source.layers[i], topology, geometry, source.config.num_experts)
+        ),
         base=base,
         copied=copied,
         written=written,

@@ -315,6 +315,8 @@ def _environment(error: OSError, out: Path, plan: Plan) -> HybridPackError:
     full = error.errno in DISK_FULL
     what, remedy = ("the disk is full", "make room") if full else ("the system failed", "put that right")
     return EnvironmentFailure(
-        what, where=error.filename or out, found=error.strerror or error,
+        what,
+        where=error.filename or out,
+        found=error.strerror or error,
         hint=f"{done} of {len(names)} files are finished and kept: {remedy} and run again with --resume",
-    )  # fmt: skip
+    )

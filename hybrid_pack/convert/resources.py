@@ -89,6 +89,9 @@ def require_disk(needed: int, out: Path) -> None:
     free = shutil.disk_usage(_existing(out)).free
     if needed > free:
         raise EnvironmentFailure(
-            "not enough disk space", where=out, expected=f"{needed:,} bytes", found=f"{free:,} free",
+            "not enough disk space",
+            where=out,
+            expected=f"{needed:,} bytes",
+            found=f"{free:,} free",
             hint="free some, or choose another --out; finished files are kept for --resume",
-        )  # fmt: skip
+        )

@@ -81,10 +81,12 @@ def check_scales(matrix: Matrix, scales: NDArray[np.uint8], counts: Counts, wher
     row, group = divmod(index, matrix.columns // matrix.format.group)
     limit = f"below {nf3.SCALE_LIMIT:g}" if matrix.format.name == "nf3" else "finite"
     raise DataError(
-        f"{where}: scale [{row}, {group}] of {matrix.format.name.upper()}", where=matrix.scales,
-        expected=f"a scale that is not negative and {limit}", found=f"byte 0x{byte:02X} = {value:g}",
+        f"{where}: scale [{row}, {group}] of {matrix.format.name.upper()}",
+        where=matrix.scales,
+        expected=f"a scale that is not negative and {limit}",
+        found=f"byte 0x{byte:02X} = {value:g}",
         hint="the export is damaged; export the checkpoint again",
-    )  # fmt: skip
+    )
 
 
 def check_second(matrix: Matrix, value: float, where: str) -> None:
@@ -115,10 +117,12 @@ def check_pair(expert: Expert, gate: float, up: float, where: str, on_mismatch: 
     """
     if on_mismatch == "refuse" and not power_of_two_ratio(gate, up):
         raise DataError(
-            f"{where}: gate and up have second-level scales that are no power of two apart", where=expert.gate.second,
-            expected=f"up's {up!r} times a power of two", found=repr(gate),
+            f"{where}: gate and up have second-level scales that are no power of two apart",
+            where=expert.gate.second,
+            expected=f"up's {up!r} times a power of two",
+            found=repr(gate),
             hint="--on-scale-mismatch requantize rescales the block scales to the larger one and reports the error",
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

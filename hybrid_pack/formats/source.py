@@ -127,9 +127,8 @@ def detect(fields: dict[str, Header]) -> tuple[SourceFormat, int, int] | Unsuppo
     if codes_field == "weight_packed":
         if group == 32 and scale_dtype in ("F8_E4M3", "U8"):
             return SourceFormat("nf3", codes_field, scale_field, None, 32, scale_dtype == "U8"), rows, columns
-        return Unsupported(
-            f"weight_packed {list(fields[codes_field][1])} with {scale_field} {scale_dtype} {list(scale_shape)} is not NF3"
-        )
+        packed = list(fields[codes_field][1])
+        return Unsupported(f"weight_packed {packed} with {scale_field} {scale_dtype} {list(scale_shape)} is not NF3")
     if group == 16 and scale_dtype == "F8_E4M3":
         return SourceFormat("nvfp4", codes_field, scale_field, "weight_scale_2", 16), rows, columns
     if group == 32 and scale_dtype in ("U8", "F8_E8M0"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hybrid_pack.errors import DataError
@@ -26,7 +26,9 @@ def parse_bit_map(raw: Any, where: object) -> BitMap:
         DataError: Not such an object, a key that is no layer, a layer twice, an entry that is not 3 or 4.
     """
     if not isinstance(raw, Mapping) or not raw:
-        raise DataError("the bit map is not an object of layers", where=where, found=type(raw).__name__ if raw else "nothing")
+        raise DataError(
+            "the bit map is not an object of layers", where=where, found=type(raw).__name__ if raw else "nothing"
+        )
     layers: dict[int, tuple[int, ...]] = {}
     for key, entries in raw.items():
         text = str(key)
@@ -40,7 +42,10 @@ def parse_bit_map(raw: Any, where: object) -> BitMap:
         for expert, bits in enumerate(entries):
             if type(bits) is not int or bits not in (KEPT_BITS, TAIL_BITS):
                 raise DataError(
-                    f"layer {layer} expert {expert} of the bit map", where=where, expected="4 (kept) or 3 (tail)", found=repr(bits)
+                    f"layer {layer} expert {expert} of the bit map",
+                    where=where,
+                    expected="4 (kept) or 3 (tail)",
+                    found=repr(bits),
                 )
         layers[layer] = tuple(entries)
     return dict(sorted(layers.items()))
@@ -49,7 +54,7 @@ def parse_bit_map(raw: Any, where: object) -> BitMap:
 def find_bit_map(document: Any) -> Any:
     """The raw map inside a JSON document, or None.
 
-    It is looked for at the top, under ``quantization_config`` and ``quantization``, and likewise inside ``text_config``.
+    It is looked for at the top, under ``quantization_config`` and ``quantization``, and so inside ``text_config``.
     """
     for part in (document, document.get("text_config") if isinstance(document, Mapping) else None):
         if isinstance(part, Mapping):
@@ -57,3 +62,14 @@ def find_bit_map(document: Any) -> Any:
                 if isinstance(holder, Mapping) and KEY in holder:
                     return holder[KEY]
     return None
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Ascending layer numbers in words: ``3-77, 80``."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)

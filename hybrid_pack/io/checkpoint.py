@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hybrid_pack.errors import DataError
 from hybrid_pack.formats.source import SourceFormat, Unsupported, detect
-from hybrid_pack.io.bitmap import TAIL_BITS
+from hybrid_pack.io.bitmap import TAIL_BITS, spans
 from hybrid_pack.io.config import CONFIG, ModelConfig, read_config
 from hybrid_pack.io.digest import blake3_digest
 from hybrid_pack.io.excludes import matches
@@ -137,13 +137,17 @@ def _group(shards: Shards) -> tuple[_Grouped, list[Located], list[str]]:
         first = names.setdefault(name.layer, name)
         if first.family is not name.family:
             raise DataError(
-                f"layer {name.layer} names its experts in two ways", where=located, found=f"{first.family.prefix} and {name.family.prefix}"
+                f"layer {name.layer} names its experts in two ways",
+                where=located,
+                found=f"{first.family.prefix} and {name.family.prefix}",
             )
         fields = grouped.setdefault(name.layer, {}).setdefault(name.expert, {}).setdefault(name.role, {})
         fields[name.field] = located
     notes = []
     if strangers:
-        notes.append(f"{len(strangers)} expert-like tensors match no known name and stay in the base, such as {strangers[0]}")
+        notes.append(
+            f"{len(strangers)} expert-like tensors match no known name and stay in the base, such as {strangers[0]}"
+        )
     return grouped, others, notes
 
 
@@ -162,22 +166,28 @@ def _matrix(layer: int, expert: int, fields: _Fields) -> Matrix | Unsupported:
     where = fields[found.codes_field]
     if left:
         raise DataError(
-            f"layer {layer} expert {expert} has a field that {found.name} has not", where=fields[left[0]],
-            expected=", ".join(sorted(f for f in used if f)), found=left[0],
-        )  # fmt: skip
+            f"layer {layer} expert {expert} has a field that {found.name} has not",
+            where=fields[left[0]],
+            expected=", ".join(sorted(f for f in used if f)),
+            found=left[0],
+        )
     second = None
     if found.second_field is not None:
         second = fields.get(found.second_field)
         if second is None:
             raise DataError(
-                f"layer {layer} expert {expert}: {module}.{found.second_field} is missing", where=where.path,
-                expected="the F32 second-level scale of NVFP4", hint="the export is incomplete; export it again",
-            )  # fmt: skip
+                f"layer {layer} expert {expert}: {module}.{found.second_field} is missing",
+                where=where.path,
+                expected="the F32 second-level scale of NVFP4",
+                hint="the export is incomplete; export it again",
+            )
         if second.header.dtype != "F32" or second.header.shape not in ((), (1,)):
             raise DataError(
-                f"layer {layer} expert {expert}: not a second-level scale", where=second,
-                expected="F32 [] or [1]", found=f"{second.header.dtype} {list(second.header.shape)}",
-            )  # fmt: skip
+                f"layer {layer} expert {expert}: not a second-level scale",
+                where=second,
+                expected="F32 [] or [1]",
+                found=f"{second.header.dtype} {list(second.header.shape)}",
+            )
     return Matrix(module, found, where, fields[found.scale_field], second, rows, columns)
 
 
@@ -185,7 +195,9 @@ def _expert(layer: int, expert: int, roles: Mapping[str, _Fields]) -> Expert | U
     missing = [role for role in PROJECTION_ROLES if role not in roles]
     if missing:
         at = next(iter(next(iter(roles.values())).values()))
-        raise DataError(f"layer {layer} expert {expert} has no {missing[0]} matrix", where=at.path, found=f"only {', '.join(roles)}")
+        raise DataError(
+            f"layer {layer} expert {expert} has no {missing[0]} matrix", where=at.path, found=f"only {', '.join(roles)}"
+        )
     matrices: dict[str, Matrix] = {}
     for role in PROJECTION_ROLES:
         matrix = _matrix(layer, expert, roles[role])
@@ -198,12 +210,18 @@ def _expert(layer: int, expert: int, roles: Mapping[str, _Fields]) -> Expert | U
 def _sizes(layer: int, expert: int, matrices: Expert, config: ModelConfig) -> None:
     """Every expert of every layer has the sizes config.json gives."""
     width, inner = config.hidden, config.intermediate
-    for matrix, rows, columns in ((matrices.gate, inner, width), (matrices.up, inner, width), (matrices.down, width, inner)):
+    for matrix, rows, columns in (
+        (matrices.gate, inner, width),
+        (matrices.up, inner, width),
+        (matrices.down, width, inner),
+    ):
         if (matrix.rows, matrix.columns) != (rows, columns):
             raise DataError(
-                f"layer {layer} expert {expert}: the stored matrix and {CONFIG} disagree on its size", where=matrix.codes,
-                expected=f"[{rows}, {columns}] by the config", found=f"[{matrix.rows}, {matrix.columns}] ({matrix.format.name})",
-            )  # fmt: skip
+                f"layer {layer} expert {expert}: the stored matrix and {CONFIG} disagree on its size",
+                where=matrix.codes,
+                expected=f"[{rows}, {columns}] by the config",
+                found=f"[{matrix.rows}, {matrix.columns}] ({matrix.format.name})",
+            )
 
 
 def _tier_of(layer: int, expert: int, matrices: Expert) -> str:
@@ -222,7 +240,7 @@ def _layer(index: int, experts: dict[int, dict[str, _Fields]], config: ModelConf
         what = f"expert {max(experts)} is one too many" if lost is None else f"expert {lost} is missing"
         raise DataError(
             f"layer {index}: {what}", where=CONFIG, expected=f"{config.num_experts} experts", found=len(experts)
-        )  # fmt: skip
+        )
     if bits is not None and len(bits) != config.num_experts:
         raise DataError(f"layer {index} of the bit map", expected=f"{config.num_experts} entries", found=len(bits))
     opened: dict[int, Expert] = {}
@@ -232,20 +250,27 @@ def _layer(index: int, experts: dict[int, dict[str, _Fields]], config: ModelConf
         result = _expert(index, expert, experts[expert])
         if isinstance(result, Unsupported):
             if bits is not None or not result.wide:
-                says = "is not in the bit map" if bits is None else f"is {'tail' if bits[expert] == TAIL_BITS else 'kept'} by the bit map"
+                says = (
+                    "is not in the bit map"
+                    if bits is None
+                    else f"is {'tail' if bits[expert] == TAIL_BITS else 'kept'} by the bit map"
+                )
                 raise DataError(
-                    f"layer {index} expert {expert} {says}; its stored format cannot be packed", found=result.reason,
-                    expected="NVFP4, MXFP4 or NF3", hint="this version moves what is stored, it does not quantise",
-                )  # fmt: skip
+                    f"layer {index} expert {expert} {says}; its stored format cannot be packed",
+                    found=result.reason,
+                    expected="NVFP4, MXFP4 or NF3",
+                    hint="this version moves what is stored, it does not quantise",
+                )
             wide[expert] = result.reason
             continue
         _sizes(index, expert, result, config)
         opened[expert], kinds[expert] = result, _tier_of(index, expert, result)
     if wide and opened:
         raise DataError(
-            f"layer {index}, not in the bit map, mixes packed and wide experts", expected="all NVFP4/MXFP4 or all BF16/FP8",
+            f"layer {index}, not in the bit map, mixes packed and wide experts",
+            expected="all NVFP4/MXFP4 or all BF16/FP8",
             found=f"expert {min(opened)} {kinds[min(opened)]}, expert {min(wide)}: {wide[min(wide)]}",
-        )  # fmt: skip
+        )
     if wide:
         return wide[min(wide)]
     return _tiers(index, opened, kinds, bits, config)
@@ -259,10 +284,12 @@ def _tiers(
         if tail != (kind == "nf3"):
             says = "not named by the bit map, so kept" if bits is None else ("tail (3)" if tail else "kept (4)")
             raise DataError(
-                f"layer {index} expert {expert}: the bit map and the stored format disagree", where=opened[expert].gate.codes,
-                expected=f"{'NF3' if tail else 'NVFP4 or MXFP4'}: the expert is {says}", found=kind.upper(),
+                f"layer {index} expert {expert}: the bit map and the stored format disagree",
+                where=opened[expert].gate.codes,
+                expected=f"{'NF3' if tail else 'NVFP4 or MXFP4'}: the expert is {says}",
+                found=kind.upper(),
                 hint="give the right map with --bit-map",
-            )  # fmt: skip
+            )
     kept = tuple(e for e, kind in kinds.items() if kind != "nf3")
     tail_ids = tuple(e for e, kind in kinds.items() if kind == "nf3")
     formats = {kinds[e]: e for e in reversed(kept)}
@@ -272,9 +299,11 @@ def _tiers(
     kept_format = next(iter(formats), None)
     if bits is not None and kept and config.kept_format is not None and config.kept_format != kept_format:
         raise DataError(
-            f"layer {index} expert {kept[0]}: config and stored format disagree", where=opened[kept[0]].gate.codes,
-            expected=f"{config.kept_format.upper()} by kept_format", found=str(kept_format).upper(),
-        )  # fmt: skip
+            f"layer {index} expert {kept[0]}: config and stored format disagree",
+            where=opened[kept[0]].gate.codes,
+            expected=f"{config.kept_format.upper()} by kept_format",
+            found=str(kept_format).upper(),
+        )
     return Layer(index, opened, kept, tail_ids, kept_format, bits is not None)
 
 
@@ -291,8 +320,21 @@ def _exclude_notes(layers: Iterable[Layer], config: ModelConfig) -> list[str]:
         module = layer.experts[0].gate.name
         hit = next((p for p in patterns if matches(p, module)), None)
         if hit is not None:
-            return [f"the config excludes {module} (layer {layer.index} expert 0) by {hit!r}, yet it is stored as {layer.experts[0].gate.format.name}"]
+            stored = layer.experts[0].gate.format.name.upper()
+            return [
+                f"the config excludes {module} (layer {layer.index} expert 0) by {hit!r}, yet it is stored as {stored}"
+            ]
     return []
+
+
+def _format_notes(layers: Iterable[Layer], config: ModelConfig) -> list[str]:
+    """Headers decide; a config without ``kept_format`` means NVFP4, so MXFP4 experts are worth a line."""
+    found = next((layer.index for layer in layers if layer.mapped and layer.kept_format == "mxfp4"), None)
+    if found is None or config.kept_format is not None:
+        return []
+    return [
+        f"layer {found}: kept experts are stored as MXFP4, though the config has no kept_format (which means NVFP4)"
+    ]
 
 
 def open_checkpoint(
@@ -317,12 +359,18 @@ def open_checkpoint(
     grouped, others, notes = _group(shards)
     if not grouped:
         raise DataError(
-            "no routed expert found under any known name", where=root, found=f"{len(shards.tensors)} tensors",
+            "no routed expert found under any known name",
+            where=root,
+            found=f"{len(shards.tensors)} tensors",
             hint="is the family in hybrid_pack/io/names.py?",
-        )  # fmt: skip
+        )
     missing = sorted(set(config.bit_map or ()) - set(grouped))
     if missing:
-        raise DataError(f"layer {missing[0]} is in the bit map but has no experts", where=root, found=f"experts in layers {_spans(sorted(grouped))}")
+        raise DataError(
+            f"layer {missing[0]} is in the bit map but has no experts",
+            where=root,
+            found=f"experts in layers {spans(sorted(grouped))}",
+        )
     layers: dict[int, Layer] = {}
     for index in sorted(grouped):
         result = _layer(index, grouped[index], config)
@@ -342,18 +390,13 @@ def open_checkpoint(
         hidden=config.hidden,
         intermediate=config.intermediate,
         base=tuple(sorted(others, key=lambda at: (order[at.path], at.header.begin, at.header.name))),
-        notes=(*shards.notes, *notes, *_exclude_notes(layers.values(), config)),
+        notes=(
+            *config.notes,
+            *shards.notes,
+            *notes,
+            *_format_notes(layers.values(), config),
+            *_exclude_notes(layers.values(), config),
+        ),
         config_digest=blake3_digest(config.digest_input),
         index_digest=index_digest,
     )
-
-
-def _spans(numbers: list[int]) -> str:
-    """``3-77, 80`` for a sorted list."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
 _INTERMEDIATE = ("moe_intermediate_size",)
 _WIDTH = ("routed_expert_hidden_size", "moe_latent_size")
 _ACTIVATION = ("hidden_act", "hidden_activation", "mlp_hidden_act")
+NO_ACTIVATION = f"{CONFIG} names no activation: silu is assumed"
 _KEPT_FORMATS = {"mxfp4_e8m0k32": "mxfp4"}
 _TAIL_FORMATS = ("nf3_2p1",)
 _Blocks = list[Mapping[str, Any]]
@@ -42,6 +44,7 @@ class ModelConfig:
         activation: Gated activation, such as ``silu``, with its parameters where the model has some.
         kept_format: Kept format the config claims, ``nvfp4`` or ``mxfp4``; None where it claims none.
         nf3_levels: The eight NF3 levels.
+        notes: Oddities that are no errors.
         digest_input: The bytes of config.json, and of hf_quant_config.json if it is there.
     """
 
@@ -57,6 +60,7 @@ class ModelConfig:
     activation: str
     kept_format: str | None
     nf3_levels: tuple[float, ...]
+    notes: tuple[str, ...]
     digest_input: bytes
 
 
@@ -71,7 +75,9 @@ def read_document(path: Path) -> tuple[Mapping[str, Any], bytes]:
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         if path.is_symlink():
-            raise DataError("a symbolic link to a file that is not there", where=path, hint="download it again") from None
+            raise DataError(
+                "a symbolic link to a file that is not there", where=path, hint="download it again"
+            ) from None
         raise DataError("no such file", where=path, hint="SRC must be a checkpoint folder or a Hub id") from None
     except OSError as error:
         raise EnvironmentFailure("cannot read", where=path, found=error.strerror) from error
@@ -87,7 +93,9 @@ def _first_int(text: Mapping[str, Any], keys: Iterable[str], path: Path, *, requ
         if type(value) is not int or not 0 < value < 2**31:
             raise DataError(f"{key} is not a positive integer", where=path, found=repr(value))
     if len(set(found.values())) > 1:
-        raise DataError("keys that mean the same differ", where=path, found=", ".join(f"{k}={v}" for k, v in found.items()))
+        raise DataError(
+            "keys that mean the same differ", where=path, found=", ".join(f"{k}={v}" for k, v in found.items())
+        )
     if not found and required:
         raise DataError(f"none of {', '.join(keys)} is given", where=path, hint="is this a mixture-of-experts model?")
     return next(iter(found.values()), 0)
@@ -101,7 +109,12 @@ def _is_number(value: Any) -> bool:
 def _activation(text: Mapping[str, Any]) -> str:
     """``silu``, or ``silu(limit=10.0)`` for a clamped one, and so on; parameters a kernel must know are part of it."""
     name = str(next((text[key] for key in _ACTIVATION if text.get(key)), "silu"))
-    keys = {"swiglu_limit": "limit", "swiglu_alpha": "alpha", "activation_situ_beta": "beta", "activation_situ_linear_beta": "linear_beta"}
+    keys = {
+        "swiglu_limit": "limit",
+        "swiglu_alpha": "alpha",
+        "activation_situ_beta": "beta",
+        "activation_situ_linear_beta": "linear_beta",
+    }
     relevant = {short: float(text[key]) for key, short in keys.items() if _is_number(text.get(key)) and text[key]}
     return f"{name}({', '.join(f'{k}={v}' for k, v in sorted(relevant.items()))})" if relevant else name
 
@@ -111,8 +124,10 @@ def _setting(blocks: _Blocks, key: str, path: Path) -> Any:
     found = [block[key] for block in blocks if block.get(key) is not None]
     if any(value != found[0] for value in found):
         raise DataError(
-            f"{key} differs between {CONFIG} and {HF_QUANT_CONFIG}", where=path, found=" and ".join(map(repr, found))[:120]
-        )  # fmt: skip
+            f"{key} differs between {CONFIG} and {HF_QUANT_CONFIG}",
+            where=path,
+            found=" and ".join(map(repr, found))[:120],
+        )
     return found[0] if found else None
 
 
@@ -121,7 +136,7 @@ def _levels(blocks: _Blocks, path: Path) -> tuple[float, ...]:
     if levels is None:
         return DEFAULT_LEVELS
     numbers = isinstance(levels, list) and all(map(_is_number, levels))
-    if not numbers or len(levels) != 8 or any(a >= b for a, b in zip(levels, levels[1:], strict=False)):
+    if not numbers or len(levels) != 8 or any(a >= b for a, b in pairwise(levels)):
         raise DataError("nf3_levels is not eight finite ascending numbers", where=path, found=repr(levels)[:120])
     return tuple(float(v) for v in levels)
 
@@ -129,12 +144,16 @@ def _levels(blocks: _Blocks, path: Path) -> tuple[float, ...]:
 def _kept_format(blocks: _Blocks, path: Path) -> str | None:
     tail = _setting(blocks, "demoted_format", path)
     if tail is not None and tail not in _TAIL_FORMATS:
-        raise DataError(f"the tail is stored as {tail!r}, another codec", where=path, expected=" or ".join(_TAIL_FORMATS))
+        raise DataError(
+            f"the tail is stored as {tail!r}, another codec", where=path, expected=" or ".join(_TAIL_FORMATS)
+        )
     kept = _setting(blocks, "kept_format", path)
     if kept is None:
         return None
     if not isinstance(kept, str) or kept not in _KEPT_FORMATS:
-        raise DataError("unknown kept_format", where=path, expected=" or ".join([*_KEPT_FORMATS, "none (NVFP4)"]), found=repr(kept))
+        raise DataError(
+            "unknown kept_format", where=path, expected=" or ".join([*_KEPT_FORMATS, "none (NVFP4)"]), found=repr(kept)
+        )
     return _KEPT_FORMATS[kept]
 
 
@@ -143,9 +162,13 @@ def _quantization_blocks(config: Mapping[str, Any], other: Mapping[str, Any]) ->
     text = config.get("text_config")
     nested = text.get("quantization_config") if isinstance(text, Mapping) else None
     blocks = (
-        config.get("quantization_config"), config.get("quantization"), nested,
-        other.get("quantization"), other.get("quantization_config"), other,
-    )  # fmt: skip
+        config.get("quantization_config"),
+        config.get("quantization"),
+        nested,
+        other.get("quantization"),
+        other.get("quantization_config"),
+        other,
+    )
     return [block for block in blocks if isinstance(block, Mapping) and block]
 
 
@@ -159,7 +182,11 @@ def _bit_map(documents: Iterable[tuple[Path, Mapping[str, Any]]]) -> BitMap | No
         first = next(iter(found))
         if bit_map != found[first]:
             layer = min(k for k in {*bit_map, *found[first]} if bit_map.get(k) != found[first].get(k))
-            raise DataError(f"its bit map disagrees with that of {first.name} in layer {layer}", where=path, hint="give the right one with --bit-map")
+            raise DataError(
+                f"its bit map disagrees with that of {first.name} in layer {layer}",
+                where=path,
+                hint="give the right one with --bit-map",
+            )
     return next(iter(found.values()), None)
 
 
@@ -198,7 +225,9 @@ def read_config(root: Path, bit_map_file: Path | None = None) -> ModelConfig:
     else:
         bit_map = _bit_map(((path, config), (root / HF_QUANT_CONFIG, other)))
     hidden = _first_int(decoder, _WIDTH, path, required=False) or _first_int(decoder, ("hidden_size",), path)
-    intermediate = _first_int(decoder, _INTERMEDIATE, path, required=False) or _first_int(decoder, ("intermediate_size",), path)
+    intermediate = _first_int(decoder, _INTERMEDIATE, path, required=False) or _first_int(
+        decoder, ("intermediate_size",), path
+    )
     return ModelConfig(
         raw=config,
         quantization=blocks[0] if blocks else {},
@@ -212,5 +241,6 @@ def read_config(root: Path, bit_map_file: Path | None = None) -> ModelConfig:
         activation=_activation(decoder),
         kept_format=_kept_format(blocks, path),
         nf3_levels=_levels(blocks, path),
+        notes=() if any(decoder.get(key) for key in _ACTIVATION) else (NO_ACTIVATION,),
         digest_input=digest_input,
     )

@@ -29,6 +29,4 @@ def matches(pattern: str, module: str) -> bool:
         starts = range(len(parts))
     if not wanted:
         return False
-    return any(
-        len(parts) - start >= len(wanted) and all(map(fnmatchcase, parts[start:], wanted)) for start in starts
-    )
+    return any(len(parts) - start >= len(wanted) and all(map(fnmatchcase, parts[start:], wanted)) for start in starts)

@@ -52,18 +52,23 @@ def decode_manifest(text: bytes, where: object) -> Manifest:
         raise DataError("not a hybrid-pack manifest", where=where, expected=f"format {FORMAT!r}", found=repr(found))
     if document.get("format_version") != FORMAT_VERSION or document["format_version"] is True:
         raise DataError(
-            "unsupported format_version", where=where, expected=FORMAT_VERSION, found=repr(document.get("format_version")),
+            "unsupported format_version",
+            where=where,
+            expected=FORMAT_VERSION,
+            found=repr(document.get("format_version")),
             hint="use a hybrid-pack that reads it",
-        )  # fmt: skip
+        )
     tail = len(_TAIL_START) + _DIGEST_CHARS + len(_TAIL_END)
     body, end = text[:-tail], text[-tail:]
     expected = _TAIL_START + blake3_digest(body).encode() + _TAIL_END
     if end != expected:
         raise DataError(
-            "the manifest's self_digest does not match its bytes: it was edited or damaged", where=where,
-            expected=expected[len(_TAIL_START) : -len(_TAIL_END)].decode(), found=repr(document.get("self_digest"))[:90],
+            "the manifest's self_digest does not match its bytes: it was edited or damaged",
+            where=where,
+            expected=expected[len(_TAIL_START) : -len(_TAIL_END)].decode(),
+            found=repr(document.get("self_digest"))[:90],
             hint="get the file again or convert again",
-        )  # fmt: skip
+        )
     try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
@@ -89,7 +94,9 @@ def read_manifest(root: Path) -> Manifest:
             raise DataError("too large for a manifest", where=path, found=f"{path.stat().st_size} bytes")
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise DataError("not a pack: it has no manifest", where=path, hint="finish the conversion with --resume") from None
+        raise DataError(
+            "not a pack: it has no manifest", where=path, hint="finish the conversion with --resume"
+        ) from None
     except OSError as error:
         raise EnvironmentFailure("cannot read", where=path, found=error.strerror) from error
     return decode_manifest(text, path)
@@ -139,7 +146,11 @@ def check_manifest(manifest: Manifest, where: object) -> None:
     if layout.abi != LAYOUT_ABI:
         refuse("layout.abi is not one this version reads", LAYOUT_ABI, layout.abi)
     if geometry.intermediate_size_padded < geometry.intermediate_size:
-        refuse("geometry.intermediate_size_padded is below intermediate_size", f">= {geometry.intermediate_size}", geometry.intermediate_size_padded)
+        refuse(
+            "geometry.intermediate_size_padded is below intermediate_size",
+            f">= {geometry.intermediate_size}",
+            geometry.intermediate_size_padded,
+        )
     reason = why_not_tp(geometry.hidden_size, geometry.intermediate_size_padded, topology.tensor_parallel)
     reason = reason or why_not_ep(geometry.num_experts, topology.expert_parallel)
     if reason:
@@ -171,9 +182,17 @@ def _check_layers(manifest: Manifest, refuse: Any) -> None:
                 refuse(f"layers.{layer}.{tier} is not ascending", "ascending expert ids", list(ids)[:8])
         ids = (*tiers.kept, *tiers.tail)
         if len(ids) != len(everyone) or sorted(ids) != list(everyone):  # in this order: the number may be absurd
-            refuse(f"layers.{layer}: kept and tail together are not every expert once", f"0..{len(everyone) - 1}", f"{len(tiers.kept)} + {len(tiers.tail)}")
+            refuse(
+                f"layers.{layer}: kept and tail together are not every expert once",
+                f"0..{len(everyone) - 1}",
+                f"{len(tiers.kept)} + {len(tiers.tail)}",
+            )
         if bool(tiers.kept) != (tiers.kept_scale_format is not None):
-            refuse(f"layers.{layer}.kept_scale_format", "a format where experts are kept, else null", tiers.kept_scale_format)
+            refuse(
+                f"layers.{layer}.kept_scale_format",
+                "a format where experts are kept, else null",
+                tiers.kept_scale_format,
+            )
 
 
 def _check_shards(manifest: Manifest, topology: Topology, refuse: Any) -> None:

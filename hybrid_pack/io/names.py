@@ -88,7 +88,9 @@ def parse(name: str) -> ExpertName | None:
         match = pattern.fullmatch(name)
         if match:
             layer, expert, projection, field = match.groups()
-            return ExpertName(family, int(layer), int(expert), PROJECTION_ROLES[family.projections.index(projection)], field)
+            return ExpertName(
+                family, int(layer), int(expert), PROJECTION_ROLES[family.projections.index(projection)], field
+            )
     return None
 
 

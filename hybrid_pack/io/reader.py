@@ -52,7 +52,10 @@ class TensorReader:
                 raise EnvironmentFailure("cannot read", where=tensor, found=error.strerror) from error
             if not got:
                 raise DataError(
-                    "the file became shorter while it was read", where=tensor, expected=f"{tensor.header.end} bytes", found=offset
+                    "the file became shorter while it was read",
+                    where=tensor,
+                    expected=f"{tensor.header.end} bytes",
+                    found=offset,
                 )
             view, offset = view[got:], offset + got
 

@@ -115,7 +115,11 @@ def _tensor(name: str, entry: Any, data_begin: int, where: object) -> TensorHead
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise bad("unknown dtype", found=dtype)
     for key, numbers in (("shape", shape), ("data_offsets", offsets)):
-        if not isinstance(numbers, list) or len(numbers) > MAX_RANK or any(type(n) is not int or not 0 <= n < 2**63 for n in numbers):
+        if (
+            not isinstance(numbers, list)
+            or len(numbers) > MAX_RANK
+            or any(type(n) is not int or not 0 <= n < 2**63 for n in numbers)
+        ):
             raise bad(f"{key} is not a list of sizes", found=numbers)
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise bad("data_offsets is not [begin, end]", found=offsets)
@@ -124,7 +128,9 @@ def _tensor(name: str, entry: Any, data_begin: int, where: object) -> TensorHead
     except ValueError as error:
         raise bad(str(error)) from None
     if offsets[1] - offsets[0] != size:
-        raise bad(f"{dtype} {shape} does not match its data_offsets", expected=f"{size} bytes", found=offsets[1] - offsets[0])
+        raise bad(
+            f"{dtype} {shape} does not match its data_offsets", expected=f"{size} bytes", found=offsets[1] - offsets[0]
+        )
     return TensorHeader(name, dtype, tuple(shape), data_begin + offsets[0], data_begin + offsets[1])
 
 
@@ -137,18 +143,22 @@ def _prefix(path: Path) -> tuple[int, bytes]:
             head = file.read(8)
             if size < 200 and head == LFS_PREFIX[:8] and (head + file.read()).startswith(LFS_PREFIX):
                 raise DataError(
-                    "this is a git-lfs pointer, not the file itself", where=path, found=f"{size} bytes",
+                    "this is a git-lfs pointer, not the file itself",
+                    where=path,
+                    found=f"{size} bytes",
                     hint="fetch the real file with `git lfs pull`, or download the repository with huggingface_hub",
-                )  # fmt: skip
+                )
             if len(head) < 8:
                 raise DataError("too short for a safetensors file", where=path, expected="8 bytes or more", found=size)
             length = int.from_bytes(head, "little")
             if length > MAX_HEADER_BYTES or 8 + length > size:
                 raise DataError(
-                    "the header does not fit the file; not a safetensors file, or truncated", where=path,
-                    expected=f"a header of at most {min(size - 8, MAX_HEADER_BYTES)} bytes", found=length,
+                    "the header does not fit the file; not a safetensors file, or truncated",
+                    where=path,
+                    expected=f"a header of at most {min(size - 8, MAX_HEADER_BYTES)} bytes",
+                    found=length,
                     hint="download the file again",
-                )  # fmt: skip
+                )
             return size, head + file.read(length)
     except FileNotFoundError:
         if path.is_symlink():
@@ -174,14 +184,18 @@ def read_header(path: Path) -> FileHeader:
         raise DataError("the header is not a JSON object", where=path)
     entries.pop("__metadata__", None)
     data_begin = len(prefix)
-    tensors = sorted((_tensor(n, e, data_begin, path) for n, e in entries.items()), key=lambda t: (t.begin, t.end, t.name))
+    tensors = sorted(
+        (_tensor(n, e, data_begin, path) for n, e in entries.items()), key=lambda t: (t.begin, t.end, t.name)
+    )
     at = data_begin
     for tensor in tensors:
         if tensor.begin != at:
             raise DataError(
-                f"tensor {tensor.name} leaves a hole or overlaps another", where=path,
-                expected=f"offset {at - data_begin}", found=tensor.begin - data_begin,
-            )  # fmt: skip
+                f"tensor {tensor.name} leaves a hole or overlaps another",
+                where=path,
+                expected=f"offset {at - data_begin}",
+                found=tensor.begin - data_begin,
+            )
         at = tensor.end
     if at != size:
         problem = "the file is truncated" if at > size else "bytes after the last tensor"

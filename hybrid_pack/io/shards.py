@@ -68,7 +68,9 @@ def _without_index(root: Path) -> Shards:
     names = [SINGLE] if single.is_symlink() or single.exists() else sorted(p.name for p in root.glob("*.safetensors"))
     if len(names) != 1:
         found = f"{len(names)} safetensors files" if names else "no safetensors file"
-        raise DataError(f"no {INDEX}", where=root, expected="an index, or one file", found=found, hint="download the index too")
+        raise DataError(
+            f"no {INDEX}", where=root, expected="an index, or one file", found=found, hint="download the index too"
+        )
     files = _read_headers(root, names)
     tensors = {n: Located(files[0].path, t) for n, t in files[0].tensors.items()}
     return Shards(files, tensors, None, tuple(_unlisted_note(root, names)))

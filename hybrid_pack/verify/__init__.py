@@ -24,7 +24,7 @@ from hybrid_pack.verify.source import (
     comparable_layers,
     open_source,
 )
-from hybrid_pack.verify.tree import check_partial, check_tree, scan
+from hybrid_pack.verify.tree import Found, check_partial, check_tree, scan
 
 __all__ = ["Check", "Finding", "NotChecked", "Progress", "VerifyReport", "verify_pack"]
 
@@ -59,21 +59,12 @@ def verify_pack(
         UsageError: No such folder, rank or layer.
         EnvironmentFailure: A file or folder cannot be read.
     """
-    recorder, pool = Recorder(), Pool(worker_count(workers))
+    recorder, pool, watch = Recorder(), Pool(worker_count(workers)), progress or Silent()
     if not root.is_dir():
         raise UsageError("no such folder", where=root, hint="give the folder of a pack")
     present = scan(root)
     check_partial(present, recorder)
-    link = present.get(MANIFEST)
-    manifest = None
-    with recorder.checking(RULES, "files") as tally:
-        try:
-            if link is not None and link.problem:
-                raise DataError(link.problem, where=MANIFEST, found=link.detail)
-            manifest = read_manifest(root)
-            tally.add(1, (root / MANIFEST).stat().st_size)
-        except DataError as error:
-            recorder.find_error(RULES, MANIFEST, error)
+    manifest = _manifest(root, present.get(MANIFEST), recorder)
     if manifest is None:
         recorder.skip("everything else", "there is no valid manifest")
         return recorder.report(root)
@@ -81,35 +72,42 @@ def verify_pack(
     _say_what_is_left_out(root, manifest, scope, quick, source is not None, recorder)
     check_tree(manifest, present, scope, recorder)
     check_config(root, manifest, recorder)
-    tensors = check_base(root, manifest, recorder)
+    base = check_base(root, manifest, recorder)
     check_shards(root, manifest, scope, pool, recorder)
 
-    opened = comparable = None
+    opened, comparable = None, []
     if source is not None:
         opened = open_source(root, manifest, source, recorder) if isinstance(source, Path) else source
-    if opened is None and source is not None:
-        recorder.skip("everything against the source", "it could not be opened")
     if opened is not None:
         check_identity(manifest, opened, recorder)
-        same = comparable_layers(manifest, opened, recorder)
-        comparable = [layer for layer in same if scope.layers is None or layer in scope.layers]
-        if len(same) < len(manifest.layers):
-            lost = [layer for layer in manifest.layers if int(layer) not in same]
-            recorder.skip(
-                f"experts of layers {', '.join(lost)} against the source", "the source has another structure there"
-            )
-    watch = progress or Silent()
+        comparable = comparable_layers(manifest, opened, scope, recorder)
+    elif source is not None:
+        recorder.skip("everything against the source", "it could not be opened")
     total = 0 if quick else payload_bytes(manifest, scope)
     if opened is not None:
-        total += 2 * sum(at.header.nbytes for at in opened.base) + 2 * source_bytes(opened, comparable or [])
+        total += 2 * sum(at.header.nbytes for at in opened.base) + 2 * source_bytes(opened, comparable)
     watch.start(total, 0)
     if not quick:
         check_digests(root, manifest, scope, pool, recorder, watch)
     if opened is not None:
         check_small_files(root, manifest, opened, recorder)
-        check_base_bytes(opened, tensors, pool, recorder, watch)
-        check_experts(root, manifest, opened, comparable or [], scope, pool, recorder, watch)
+        check_base_bytes(opened, base, pool, recorder, watch)
+        check_experts(root, manifest, opened, comparable, scope, pool, recorder, watch)
     return recorder.report(root)
+
+
+def _manifest(root: Path, link: Found | None, recorder: Recorder) -> Manifest | None:
+    """The manifest if it is valid, never through a link that leads out."""
+    with recorder.checking(RULES, "files") as tally:
+        try:
+            if link is not None and link.problem:
+                raise DataError(link.problem, where=MANIFEST, found=link.detail)
+            manifest = read_manifest(root)
+        except DataError as error:
+            recorder.find_error(RULES, MANIFEST, error)
+            return None
+        tally.add(1, (root / MANIFEST).stat().st_size)
+        return manifest
 
 
 def _say_what_is_left_out(

@@ -59,7 +59,8 @@ def _stored_values(form: SourceFormat, second: float) -> NDArray[np.float64]:
 
 def _equal(values: NDArray[np.float64], device: NDArray[np.float64]) -> Pairs:
     """Which pairs mean the same finite number; -0 is 0."""
-    return (values[:, None] == device[None, :]) & np.isfinite(values)[:, None]
+    pairs: Pairs = (values[:, None] == device[None, :]) & np.isfinite(values)[:, None]
+    return pairs
 
 
 def _mxfp4(global_scale: float) -> ScaleRule:

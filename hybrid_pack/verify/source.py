@@ -21,6 +21,7 @@ from hybrid_pack.schemas.manifest import Manifest
 from hybrid_pack.verify.pool import Buffers, Pool
 from hybrid_pack.verify.progress import Progress
 from hybrid_pack.verify.report import Recorder, Tally
+from hybrid_pack.verify.scope import Scope
 
 IDENTITY = "source identity"
 STRUCTURE = "source structure"
@@ -76,8 +77,8 @@ def check_identity(manifest: Manifest, source: Checkpoint, recorder: Recorder) -
                 _differs(root, name, f"header {then.digest}", f"header {now.digest}", recorder)
 
 
-def comparable_layers(manifest: Manifest, source: Checkpoint, recorder: Recorder) -> list[int]:
-    """Layers whose experts can be compared: same sizes, same tiers. What differs is a finding."""
+def comparable_layers(manifest: Manifest, source: Checkpoint, scope: Scope, recorder: Recorder) -> list[int]:
+    """Layers of the scope whose experts can be compared: same sizes, same tiers. What differs is a finding."""
     geometry, layout, config = manifest.geometry, manifest.layout, source.config
     left_out = tuple(sorted(set(source.layers) - set(map(int, manifest.layers))))
     sizes: tuple[tuple[str, object, object], ...] = (
@@ -86,7 +87,7 @@ def comparable_layers(manifest: Manifest, source: Checkpoint, recorder: Recorder
         ("padded intermediate size", source.intermediate, geometry.intermediate_size_padded),
         ("number of experts", config.num_experts, geometry.num_experts),
     )
-    others: tuple[tuple[str, object, object], ...] = (
+    rest: tuple[tuple[str, object, object], ...] = (
         ("experts a token visits", config.top_k, geometry.top_k),
         ("activation", config.activation, layout.activation),
         ("NF3 levels", config.nf3_levels, layout.nf3_levels),
@@ -94,12 +95,16 @@ def comparable_layers(manifest: Manifest, source: Checkpoint, recorder: Recorder
     )
     with recorder.checking(STRUCTURE, "layers") as tally:
         tally.add(len(manifest.layers))
-        for what, expected, found in (*sizes, *others):
+        for what, expected, found in (*sizes, *rest):
             if expected != found:
                 recorder.find(STRUCTURE, MANIFEST, "not that of the source", where=what, expected=expected, found=found)
-        if any(expected != found for _, expected, found in sizes):
-            return []
-        return [int(key) for key in manifest.layers if _same_tiers(manifest, int(key), source, recorder)]
+        same_sizes = all(expected == found for _, expected, found in sizes)
+        layers = list(map(int, manifest.layers))
+        same = [index for index in layers if same_sizes and _same_tiers(manifest, index, source, recorder)]
+    if same != layers:
+        others = ", ".join(str(index) for index in layers if index not in same)
+        recorder.skip(f"experts of layers {others} against the source", "the source has another structure there")
+    return [index for index in same if scope.layers is None or index in scope.layers]
 
 
 def _same_tiers(manifest: Manifest, index: int, source: Checkpoint, recorder: Recorder) -> bool:

@@ -45,7 +45,9 @@ OTHERS = {
 def check_experts(out: Path, tp: int, ep: int, experts: Experts) -> None:
     """The ranks together are the source: every code, and every scale as a float64."""
     wholes = join(out, tp, ep, experts)
-    assert set(wholes) == {(layer, e, role) for layer, es in experts.items() for e, roles in es.items() for role in roles}
+    assert set(wholes) == {
+        (layer, e, role) for layer, es in experts.items() for e, roles in es.items() for role in roles
+    }
     for (layer, expert, role), whole in wholes.items():
         stored = experts[layer][expert][role]
         where = f"layer {layer} expert {expert} {role}"

@@ -44,8 +44,8 @@ def table(*columns: str) -> list[Row]:
 
 
 def ticked(cell: str) -> list[str]:
-    """What a cell or a text has between backticks."""
-    return re.findall(r"`([^`]+)`", cell)
+    """What a cell or a text has between backticks; fenced blocks are left out."""
+    return re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```$", "", cell, flags=re.M | re.S))
 
 
 def only(cell: str) -> str:

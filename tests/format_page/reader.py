@@ -42,8 +42,6 @@ def need(check: int, condition: object, what: str) -> None:
         raise Wrong(check, what)
 
 
-
-
 def tiles_of(h: int, s: int) -> tuple[int, ...] | None:
     for row in page.TILES:
         if page.evaluate(page.only(row["condition"]), H=h, S=s):
@@ -85,8 +83,6 @@ def header_of(tensors: list[Tensor]) -> bytes:
     text = "{" + ",".join(parts) + "}"
     text += " " * (-(8 + len(text)) % 4096)
     return struct.pack("<Q", len(text)) + text.encode()
-
-
 
 
 def digest(data: bytes) -> str:

@@ -35,7 +35,7 @@ def value_of(byte: int) -> float:
 
 
 def weights_of(
-    form: str, codes: NDArray[Any], bytes_: NDArray[Any], global_scale: float, levels: list[float]
+    form: str, codes: NDArray[Any], scales: NDArray[Any], global_scale: float, levels: list[float]
 ) -> NDArray[Any]:
     """[N, K] weights: section 12."""
     byte = np.repeat(scales, GROUP[form], axis=1).astype(int)

@@ -382,3 +382,19 @@ def test_digests_follow_the_headers_and_documents(checkpoint: Path) -> None:
     assert first.config_digest != changed.config_digest
     assert first.index_digest != changed.index_digest
     assert [f.digest for f in first.shards.files] == [f.digest for f in changed.shards.files]
+
+
+def test_a_config_without_activation_is_noted(checkpoint: Path) -> None:
+    with edit_config(checkpoint) as config:
+        del config["hidden_act"]
+    source = open_checkpoint(checkpoint)
+    assert source.config.activation == "silu"
+    assert source.notes == ("config.json names no activation: silu is assumed",)
+
+
+def test_mxfp4_without_kept_format_is_noted(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m", replace(SMALL, kept_format="mxfp4"))
+    with edit_config(tmp_path / "m") as config:
+        del config["quantization_config"]["kept_format"]
+    (note,) = open_checkpoint(tmp_path / "m").notes
+    assert note.startswith("layer 3: kept experts are stored as MXFP4, though the config has no kept_format")

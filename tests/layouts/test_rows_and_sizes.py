@@ -111,7 +111,7 @@ def test_nf3_refuses_sizes_that_do_not_fit(
 )
 def test_fp4_refuses_sizes_that_do_not_fit(count: int, width: int, first_row: int, out_size: int) -> None:
     rows = Rows.of(np.zeros((count, width), np.uint8))
-    with pytest.raises(ValueError, match="do not fit 128 rows of 16 bytes|expected 512 contiguous"):
+    with pytest.raises(ValueError, match=r"do not fit 128 rows of 16 bytes|expected 512 contiguous"):
         PackedFp4().pack_rows(rows, 128, 32, first_row, np.zeros(out_size, np.uint32))
 
 
@@ -121,7 +121,7 @@ def test_fp4_refuses_sizes_that_do_not_fit(count: int, width: int, first_row: in
 )
 def test_scales_refuse_sizes_that_do_not_fit(count: int, width: int, first_row: int, out_size: int) -> None:
     rows, out = Rows.of(np.zeros((count, width), np.uint8)), np.zeros(out_size, np.uint8)
-    with pytest.raises(ValueError, match="do not fit 128 rows of 2 bytes|expected 256 contiguous"):
+    with pytest.raises(ValueError, match=r"do not fit 128 rows of 2 bytes|expected 256 contiguous"):
         BlockScales(32).pack_rows(rows, 128, 64, first_row, IDENTITY, out)
 
 

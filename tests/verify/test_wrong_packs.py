@@ -308,3 +308,42 @@ def test_every_single_wrong_code_of_an_expert_is_found(pack: Path, small_checkpo
     assert report.findings_total >= len(names)
     for expert in range(4):
         assert f"layer 3 expert {expert}" in text_of(report)
+
+
+@pytest.mark.parametrize("dialect", ["mxfp4", "kquant", "power of two apart"])
+def test_one_altered_byte_in_any_tensor_of_any_shard(tmp_path: Path, dialect: str) -> None:
+    spec = {
+        "mxfp4": replace(SMALL, kept_format="mxfp4"),
+        "kquant": replace(SMALL, nf3_scales="e4m3_x16"),
+        "power of two apart": replace(SMALL, second_scale="power_of_two"),
+    }[dialect]
+    source = tmp_path / "source"
+    write_checkpoint(source, spec)
+    pack = make_pack(source, tmp_path / "pack", Topology(2, 1))
+    rng, altered = np.random.default_rng(0), []
+    with editing(pack, consistent=True) as editor:
+        for shard in editor.document["shards"]:
+            for name, entry in shard["tensors"].items():
+                if name.endswith(("_global_scale", "expert_ids")):
+                    continue
+                values = editor.array(shard["layer"], shard["rank"], name)
+                row, at = int(rng.integers(len(values))), int(rng.integers(values[0].nbytes))
+                values.reshape(len(values), -1).view(np.uint8)[row, at] ^= 1
+                editor.put(shard["layer"], shard["rank"], name, values)
+                altered.append(name)
+    assert verify_pack(pack).ok
+    assert verify_pack(pack, source=source).findings_total == len(altered)
+
+
+def test_a_requantised_expert_must_keep_to_its_reported_error(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    write_checkpoint(source, replace(SMALL, second_scale="unequal"))
+    pack = make_pack(source, tmp_path / "pack", Topology(1, 1), on_scale_mismatch="requantize")
+    with editing(pack) as editor:
+        for entry in editor.document["report"]["experts_requantized"]:
+            entry["worst_relative_error"] /= 2
+    assert "scales are not the source's" in text_of(verify_pack(pack, source=source))
+    with editing(pack) as editor:
+        editor.document["report"]["experts_requantized"] = []
+    found = text_of(verify_pack(pack, source=source))
+    assert re.search(r"layer 3 expert \d gate .*scales are not the source's", found)
