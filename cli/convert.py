@@ -48,7 +48,7 @@ def command(
     from hybrid_pack.plan import make_plan
     from hybrid_pack.sharding import Topology
 
-    root, name = local_source(src)
+    root, name = local_source(src, headers_only=dry_run)
     checkpoint = open_checkpoint(root, bit_map_file=options.pop("bit_map"), name=name)
     plan = make_plan(checkpoint, Topology(tp, ep), layers)
     needs = resources(plan, out, options["workers"], options["max_ram"])

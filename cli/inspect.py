@@ -24,6 +24,6 @@ def command(path: str, bit_map: Path | None, as_json: bool) -> None:
     from hybrid_pack.cli.tables import inspection_text
     from hybrid_pack.inspection import inspect_path
 
-    root, name = local_source(path)
+    root, name = local_source(path, headers_only=True)
     view = inspect_path(root, bit_map_file=bit_map, name=name)
     click.echo(json.dumps(view.as_dict(), indent=1) if as_json else inspection_text(view))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import re
+import shutil
+import tempfile
 from pathlib import Path
 
 from hybrid_pack.errors import UsageError
@@ -10,8 +13,12 @@ from hybrid_pack.errors import UsageError
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 
 
-def local_source(text: str) -> tuple[Path, str | None]:
+def local_source(text: str, *, headers_only: bool = False) -> tuple[Path, str | None]:
     """(folder, name to remember or None for its own) of SRC; downloads a Hub id's files that are needed.
+
+    Args:
+        text: As given on the command line.
+        headers_only: No payload will be read: of a Hub id's shards fetch the headers alone.
 
     Raises:
         UsageError: Neither an existing folder nor a Hub id.
@@ -25,8 +32,13 @@ def local_source(text: str) -> tuple[Path, str | None]:
         raise UsageError(
             "not a checkpoint folder",
             where=text,
-            expected="a folder, or a Hub id such as org/name or org/name@revision",
+            expected="a folder, or a Hub id: org/name or org/name@revision",
         )
-    from hybrid_pack.hub import fetch_checkpoint
+    from hybrid_pack import hub
 
-    return fetch_checkpoint(match[1], match[2]), match[1]
+    if not headers_only:
+        return hub.fetch_checkpoint(match[1], match[2]), match[1]
+    folder = Path(tempfile.mkdtemp(prefix="hybrid-pack-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    hub.fetch_headers(match[1], match[2], folder)
+    return folder, match[1]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from hybrid_pack.errors import EnvironmentFailure, UsageError
 
-WANTED = (
-    "*.safetensors",
+SMALL_FILES = (
     "*.json",
     "*.jinja",
     "*.txt",
@@ -17,24 +19,16 @@ WANTED = (
     "LICENSE*",
     "additional_chat_templates/*",
 )
+WANTED = ("*.safetensors", *SMALL_FILES)
 """Files of a repository a conversion can use; other weight formats are left alone."""
 
+FIRST_READ_BYTES = 1 << 20
+"""Read at once from the start of a shard: its whole header, nearly always."""
 
-def fetch_checkpoint(repo_id: str, revision: str | None = None) -> Path:
-    """Bring a checkpoint into the Hugging Face cache, or find it there.
 
-    Args:
-        repo_id: ``org/name``.
-        revision: Branch, tag or commit; by default the main branch.
-
-    Returns:
-        Its snapshot folder; files already in the cache are not fetched again.
-
-    Raises:
-        UsageError: No such repository or revision.
-        EnvironmentFailure: No network, no access, no room.
-    """
-    from huggingface_hub import snapshot_download
+@contextmanager
+def _errors(where: str) -> Iterator[None]:
+    """What the Hub's errors mean to a user."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -43,9 +37,8 @@ def fetch_checkpoint(repo_id: str, revision: str | None = None) -> Path:
         RevisionNotFoundError,
     )
 
-    where = repo_id if revision is None else f"{repo_id}@{revision}"
     try:
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(WANTED)))
+        yield
     except GatedRepoError:
         raise EnvironmentFailure(
             "access to this repository must be granted",
@@ -66,3 +59,65 @@ def fetch_checkpoint(repo_id: str, revision: str | None = None) -> Path:
         ) from None
     except OSError as error:
         raise EnvironmentFailure("cannot fetch", where=where, found=error) from error
+
+
+def fetch_checkpoint(repo_id: str, revision: str | None = None) -> Path:
+    """Bring a checkpoint into the Hugging Face cache, or find it there.
+
+    Args:
+        repo_id: ``org/name``.
+        revision: Branch, tag or commit; by default the main branch.
+
+    Returns:
+        Its snapshot folder; files already in the cache are not fetched again.
+
+    Raises:
+        UsageError: No such repository or revision.
+        EnvironmentFailure: No network, no access, no room.
+    """
+    from huggingface_hub import snapshot_download
+
+    with _errors(_where(repo_id, revision)):
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(WANTED)))
+
+
+def fetch_headers(repo_id: str, revision: str | None, folder: Path) -> None:
+    """Bring a checkpoint's small files, and of its shards only the headers.
+
+    Shards become sparse files of their true size with nothing but the header, so that whatever reads headers works.
+
+    Args:
+        repo_id: ``org/name``.
+        revision: Branch, tag or commit; by default the main branch.
+        folder: Existing empty folder to fill.
+
+    Raises:
+        UsageError: No such repository or revision.
+        EnvironmentFailure: No network, no access, no room.
+    """
+    from huggingface_hub import HfFileSystem, snapshot_download
+
+    with _errors(_where(repo_id, revision)):
+        snapshot = Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(SMALL_FILES)))
+        for path in snapshot.iterdir():
+            (folder / path.name).symlink_to(path.resolve())
+        files = HfFileSystem()
+        root = f"{repo_id}@{snapshot.name}"
+        sizes = {entry["name"].rsplit("/", 1)[1]: entry["size"] for entry in files.ls(root, detail=True)}
+
+        def stub(name: str) -> None:
+            header = files.cat_file(f"{root}/{name}", start=0, end=min(FIRST_READ_BYTES, sizes[name]))
+            end = 8 + int.from_bytes(header[:8], "little")
+            if len(header) < end <= sizes[name]:
+                header += files.cat_file(f"{root}/{name}", start=len(header), end=end)
+            with (folder / name).open("wb") as file:
+                file.write(header[: min(end, len(header))])
+                file.truncate(sizes[name])
+
+        shards = [n for n in sizes if n.endswith(".safetensors") and not (folder / n).exists()]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(stub, shards))
+
+
+def _where(repo_id: str, revision: str | None) -> str:
+    return repo_id if revision is None else f"{repo_id}@{revision}"

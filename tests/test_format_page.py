@@ -420,23 +420,47 @@ def test_nvfp4_rules() -> None:
             if stored * factor <= 448:
                 assert weights.value_of(int(table.device[byte])) == (wanted if wanted >= 2 else 0.0)
                 assert table.flushed[byte] == (0 < wanted < 2)
-    nvfp4, mxfp4, nf3 = page.defined(text, "global_scale")
+    rule = page.defined(text, "global_scale")[0]
     for second in (1.0, 0.75, 2.0**-20):
-        assert page.evaluate(nvfp4, second=second, f=8.0) == scale_bytes.nvfp4_global_scale(second, 8.0)
-    assert page.evaluate(nf3) == scale_bytes.NF3_GLOBAL_SCALE
-    shift = page.defined(text, "shift")[0]
-    device = page.quoted("min(byte + shift, 247)", text)
+        assert page.evaluate(rule, second=second, f=8.0) == scale_bytes.nvfp4_global_scale(second, 8.0)
+
+
+@pytest.mark.parametrize(("gate", "up"), [(1.0, 0.25), (0.5, 4.0), (1.0, 0.73), (0.37, 0.11)])
+def test_gate_and_up_share_a_global_scale(gate: float, up: float) -> None:
+    """Both second-level scales go into one, exactly or by the rounding of section 13."""
+    text = " ".join(page.section(13).split())
+    assert "`second` is the larger of their second-level scales" in text
+    assert "`s * f * 128` is rounded to binary16 and then to a byte, ties to even" in text
+    stored = np.arange(0x7F)
+    counts = [np.bincount(stored, minlength=256)] * 2
+    chosen = choose([FORMS["NVFP4"]] * 2, counts, [gate, up])
+    second = max(gate, up)
+    assert chosen.global_scale == np.float32(page.evaluate(page.defined(text, "global_scale")[0], second=second, f=1))
+    values = [weights.value_of(byte) for byte in range(247)]
+    for table, own in zip(chosen.tables, (gate, up), strict=True):
+        for byte in stored.tolist():
+            wanted = float(e4m3.VALUES[byte]) * (own / second) * 128
+            half = float(np.float16(wanted))
+            distance = [(abs(value - half), device % 2, device) for device, value in enumerate(values)]
+            assert table.device[byte] == (min(distance)[2] if wanted >= 2 else 0)
+
+
+def test_mxfp4_and_nf3_rules() -> None:
+    text = page.section(13)
+    _, mxfp4, nf3 = page.defined(text, "global_scale")
+    (shift,), device = page.defined(text, "shift"), page.quoted("min(byte + shift, 247)", text)
     for largest in range(255):
         found = page.evaluate(shift, m=largest)
         assert found == scale_bytes.mxfp4_shift(largest)
         assert page.evaluate(mxfp4, shift=found) == scale_bytes.mxfp4_global_scale(found)
+    for found in range(127):
         table = scale_bytes.mxfp4_table(found)
-        for byte in range(255):
-            assert table.device[byte] == page.evaluate(device, byte=byte, shift=found)
-    table = scale_bytes.nf3_table(e4m3.VALUES)
+        assert table.device[:255].tolist() == [page.evaluate(device, byte=byte, shift=found) for byte in range(255)]
+    assert "Only bytes\nabove 247 change" in text
+    assert page.evaluate(nf3) == scale_bytes.NF3_GLOBAL_SCALE
+    table, rule = scale_bytes.nf3_table(e4m3.VALUES), page.quoted("s / 16", text)
     for byte in np.flatnonzero(e4m3.VALUES[:0x7F] < 32).tolist():
-        stored = float(e4m3.VALUES[byte])
-        assert weights.value_of(int(table.device[byte])) == page.evaluate(page.quoted("s / 16", text), s=stored)
+        assert weights.value_of(int(table.device[byte])) == page.evaluate(rule, s=float(e4m3.VALUES[byte]))
 
 
 def test_refusals() -> None:

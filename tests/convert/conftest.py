@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,14 @@ from hybrid_pack.synthetic import Spec, write_checkpoint
 from tests.convert.support import pack, small, tree
 
 Sources = Callable[[Spec], Path]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_fsync() -> Iterator[None]:
+    """fsync cannot be seen from the outside, and some disks take longer for it than for a whole small conversion."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda fd: None)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -50,22 +50,15 @@ def experts_of(pack: Pack, layer: int, rank: int) -> Iterator[tuple[int, NDArray
     """(global id, w13 [2 S, H], w2 [H, S]) of every expert a rank holds."""
     (shard,) = (s for s in pack.manifest["shards"] if (s["layer"], s["rank"]) == (layer, rank))
     layout, h, s = pack.manifest["layout"], pack.hidden, pack.share
-    levels = layout["nf3_levels"]
+    sizes = {"w13": (2 * s, h, layout["tiles"][1]), "w2": (h, s, layout["tiles"][3])}
     for tier, ids in pack.ids(layer, rank).items():
         form = "e4m3_k32" if tier == "tail" else pack.manifest["layers"][str(layer)]["kept_scale_format"]
-        matrices = {}
-        for matrix, n, k, tile_n in (("w13", 2 * s, h, layout["tiles"][1]), ("w2", h, s, layout["tiles"][3])):
-            if ids:
-                parts = [read(pack, shard, f"{tier}.{matrix}{end}") for end in ("", "_scale", "_global_scale")]
-                matrices[matrix] = [
-                    weights_of(
-                        form,
-                        codes_of(tier, words, n, k, tile_n),
-                        scale_bytes_of(scales),
-                        global_scale,
-                        layout["nf3_levels"],
-                    )
-                    for words, scales, one in zip(*parts, strict=True)
-                ]
+        ends = ("", "_scale", "_global_scale")
+        parts = {m: [read(pack, shard, f"{tier}.{m}{end}") for end in ends] for m in sizes if ids}
         for row, expert in enumerate(ids):
-            yield expert, matrices["w13"][row], matrices["w2"][row]
+            found = []
+            for matrix, size in sizes.items():
+                words, scales, global_scale = (tensor[row] for tensor in parts[matrix])
+                codes = codes_of(tier, words, *size)
+                found.append(weights_of(form, codes, scale_bytes_of(scales), global_scale, layout["nf3_levels"]))
+            yield expert, found[0], found[1]

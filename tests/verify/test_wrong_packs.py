@@ -323,7 +323,7 @@ def test_one_altered_byte_in_any_tensor_of_any_shard(tmp_path: Path, dialect: st
     rng, altered = np.random.default_rng(0), []
     with editing(pack, consistent=True) as editor:
         for shard in editor.document["shards"]:
-            for name, entry in shard["tensors"].items():
+            for name in shard["tensors"]:
                 if name.endswith(("_global_scale", "expert_ids")):
                     continue
                 values = editor.array(shard["layer"], shard["rank"], name)

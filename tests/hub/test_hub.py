@@ -1,0 +1,108 @@
+"""The Hub, with huggingface_hub's own calls replaced: what is asked for, what comes back, what errors mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from hybrid_pack import hub
+from hybrid_pack.errors import EnvironmentFailure, HybridPackError, UsageError
+from hybrid_pack.io.checkpoint import open_checkpoint
+from hybrid_pack.plan import make_plan
+from hybrid_pack.sharding import Topology
+
+REVISION = "0" * 40
+
+
+class Response:
+    """As much of an HTTP response as the errors ask for."""
+
+    headers: ClassVar[dict[str, str]] = {}
+    request = None
+    status_code = 404
+
+
+def http_error(kind: type[Exception]) -> Exception:
+    return kind("no", response=Response())  # type: ignore[call-arg]
+
+
+class FakeFiles:
+    """The parts of HfFileSystem that are used, over a local folder; counts the bytes asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.read_bytes = root, 0
+
+    def ls(self, path: str, detail: bool) -> list[dict[str, Any]]:
+        assert path == f"org/name@{REVISION}" and detail
+        return [{"name": f"{path}/{p.name}", "size": p.stat().st_size} for p in self.root.iterdir()]
+
+    def cat_file(self, path: str, start: int, end: int) -> bytes:
+        data = (self.root / path.rsplit("/", 1)[1]).read_bytes()[start:end]
+        self.read_bytes += len(data)
+        return data
+
+
+@pytest.fixture
+def files(small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeFiles:
+    fake = FakeFiles(small_checkpoint)
+    snapshot = tmp_path / "snapshots" / REVISION
+    snapshot.mkdir(parents=True)
+
+    def download(repo_id: str, revision: str | None, allow_patterns: list[str]) -> str:
+        assert repo_id == "org/name" and "*.safetensors" not in allow_patterns
+        for path in small_checkpoint.glob("*.json"):
+            (snapshot / path.name).write_bytes(path.read_bytes())
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "HfFileSystem", lambda: fake)
+    return fake
+
+
+@pytest.mark.parametrize("first", [8, 100, 1 << 20])
+def test_headers_alone_make_the_same_plan(
+    files: FakeFiles, small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    monkeypatch.setattr(hub, "FIRST_READ_BYTES", first)
+    folder = tmp_path / "stubs"
+    folder.mkdir()
+    hub.fetch_headers("org/name", None, folder)
+    stub, real = open_checkpoint(folder, name="x"), open_checkpoint(small_checkpoint, name="x")
+    assert make_plan(stub, Topology(1)).fingerprint() == make_plan(real, Topology(1)).fingerprint()
+    if first < 1 << 20:
+        assert files.read_bytes < sum(p.stat().st_size for p in small_checkpoint.iterdir()) / 4
+
+
+def test_a_whole_checkpoint_is_fetched_without_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(repo_id: str, revision: str | None, allow_patterns: list[str]) -> str:
+        assert (repo_id, revision) == ("org/name", "v1")
+        assert "*.safetensors" in allow_patterns and not any("bin" in p or p == "*" for p in allow_patterns)
+        return "/somewhere"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert hub.fetch_checkpoint("org/name", "v1") == Path("/somewhere")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        (http_error(errors.RepositoryNotFoundError), UsageError, "no such repository"),
+        (http_error(errors.GatedRepoError), EnvironmentFailure, "access to this repository must be granted"),
+        (http_error(errors.RevisionNotFoundError), UsageError, "no such revision"),
+        (errors.HFValidationError("bad"), UsageError, "no such repository"),
+        (errors.LocalEntryNotFoundError("offline"), EnvironmentFailure, "cannot be reached"),
+        (OSError(28, "No space left on device"), EnvironmentFailure, "No space left"),
+    ],
+)
+def test_errors(monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[HybridPackError], says: str) -> None:
+    def download(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(kind, match=says) as caught:
+        hub.fetch_checkpoint("org/name", "v1")
+    assert caught.value.where == "org/name@v1"
