@@ -37,13 +37,14 @@ def command(
 
     Exit code 0 if nothing is wrong, 1 if something is.
     """
-    from hybrid_pack.io.checkpoint import open_checkpoint
+    from hybrid_pack.io.checkpoint import Checkpoint, open_checkpoint
     from hybrid_pack.verify import verify_pack
 
-    checkpoint = None
+    checkpoint: Checkpoint | Path | None = None
     if source is not None:
-        root, name = local_source(source)
-        checkpoint = open_checkpoint(root, bit_map_file=bit_map, name=name)
+        checkpoint, name = local_source(source)
+        if bit_map is not None:  # without one, verify takes the pack's own for a source that has none
+            checkpoint = open_checkpoint(checkpoint, bit_map_file=bit_map, name=name)
     with ByteProgress("verify", quiet=as_json) as progress:
         report = verify_pack(
             pack, source=checkpoint, quick=quick, rank=rank, layers=layers, workers=workers, progress=progress

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_pack.errors import UsageError
+from hybrid_pack.io.bitmap import KEY
 from hybrid_pack.io.checkpoint import Checkpoint, Layer
 from hybrid_pack.io.config import CONFIG, HF_QUANT_CONFIG
 from hybrid_pack.io.digest import blake3_digest
@@ -212,7 +213,7 @@ def _small_files(root: Path) -> tuple[dict[str, Path], list[str]]:
     for folder in (root, *(root / name for name in SMALL_FOLDERS)):
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             name = path.relative_to(root).as_posix()
-            ours = name in (CONFIG, HF_QUANT_CONFIG, INDEX, MANIFEST, README)
+            ours = name.casefold() in (CONFIG, HF_QUANT_CONFIG, INDEX, MANIFEST, README.casefold())
             if ours or path.name.startswith(".") or path.name.lower().endswith(WEIGHT_SUFFIXES) or not path.is_file():
                 continue
             if path.stat().st_size > SMALL_FILE_LIMIT:
@@ -228,10 +229,19 @@ def _json(document: Any) -> bytes:
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
 
 
+def _with_map(document: Mapping[str, Any], bit_map: Mapping[str, list[int]]) -> dict[str, Any]:
+    """A configuration whose every bit map is the one in use: a map given by ``--bit-map`` leaves no other beside it."""
+    holders = ("text_config", "quantization", "quantization_config")
+    return {
+        key: bit_map if key == KEY else _with_map(value, bit_map) if key in holders and isinstance(value, dict) else value
+        for key, value in document.items()
+    }
+
+
 def _config(source: Checkpoint) -> bytes:
     """config.json with its quantization_config replaced; the original is kept inside."""
     bit_map = {str(layer): list(bits) for layer, bits in (source.config.bit_map or {}).items()}
-    config = {key: value for key, value in source.config.raw.items() if key != "quantization_config"}
+    config = _with_map({k: v for k, v in source.config.raw.items() if k != "quantization_config"}, bit_map)
     config["quantization_config"] = {
         "quant_method": "hybrid_pack",
         "manifest": MANIFEST,

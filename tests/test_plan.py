@@ -284,3 +284,26 @@ def test_small_files(checkpoint: Path) -> None:
         "'a:b.txt' is not copied: a pack cannot hold a file of that name",
         "calibration.json is not copied: 67108865 bytes is no small file",
     ]
+
+
+def test_no_stale_bit_map_stays_in_the_config(checkpoint: Path, tmp_path: Path) -> None:
+    """A map given by --bit-map replaces every other, at the top and nested; the source's own block is kept as it was."""
+    right = bit_map(SMALL)
+    stale = {layer: [4] * SMALL.num_experts for layer in right}
+    with edit_config(checkpoint) as config:
+        config["hybrid_bit_map"] = stale
+        config["quantization"] = {"hybrid_bit_map": stale}
+        config["text_config"] = {"hybrid_bit_map": stale, "quantization_config": {"hybrid_bit_map": stale}}
+        config["quantization_config"]["hybrid_bit_map"] = stale
+    (tmp_path / "map.json").write_text(json.dumps(right))
+    plan = make_plan(open_checkpoint(checkpoint, bit_map_file=tmp_path / "map.json"), Topology(1))
+    written = json.loads(plan.written["config.json"])
+    for holder in (written, written["quantization"], written["text_config"], written["quantization_config"]):
+        assert holder["hybrid_bit_map"] == right
+    assert written["text_config"]["quantization_config"]["hybrid_bit_map"] == right
+    assert written["quantization_config"]["source_quantization_config"]["hybrid_bit_map"] == stale
+
+
+def test_a_readme_of_any_case_is_not_copied(checkpoint: Path) -> None:
+    (checkpoint / "readme.md").write_text("theirs")
+    assert "readme.md" not in make_plan(open_checkpoint(checkpoint), Topology(1)).copied

@@ -66,8 +66,9 @@ def finish(driver: Driver, source: Path, out: Path, wanted: dict[str, bytes], **
 
 
 def chosen(steps: list[str]) -> list[int]:
-    """Every step but writes of data, and one of four of those."""
-    return [n for n, name in enumerate(steps, 1) if name != "pwrite" or n % 4 == 0]
+    """Numbers of steps to die before: all that follow a change to the folder, of writes of data one in four."""
+    before = zip(["", *steps], steps, strict=False)
+    return [n for n, (last, name) in enumerate(before, 1) if last != "fsync" and (name != "pwrite" or n % 4 == 0)]
 
 
 def test_killed_at_every_step(driver: Driver, tiny: Path, tiny_whole: dict[str, bytes], tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_killed_while_overwriting(driver: Driver, tiny: Path, tiny_whole: dict[s
     assert tree(tmp_path / "out") == tiny_whole
     clearing = steps.index("posix_fallocate") + 1
     assert steps[:clearing].count("unlink") > 8, "the old pack's files are removed first"
-    for number in (*range(1, clearing + 1), len(steps) - 20, len(steps) - 4):
+    for number in (*chosen(steps[:clearing]), len(steps) - 20, len(steps) - 4):
         for option in ("--resume", "--overwrite"):
             out = tmp_path / f"{number}{option}"
             shutil.copytree(old, out)
