@@ -13,7 +13,6 @@ Lines of JSON are added to ``hybrid_pack.state.partial``, never changed; a torn 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -127,8 +126,9 @@ class Journal:
         with self._lock:
             end = os.lseek(self._fd, 0, os.SEEK_END)
             try:
-                if os.write(self._fd, data) != len(data):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+                left = memoryview(data)
+                while left.nbytes:  # a full disk takes a part first, and says so the next time
+                    left = left[os.write(self._fd, left) :]
                 os.fsync(self._fd)
             except BaseException:
                 with contextlib.suppress(OSError):  # other threads may still add lines: no torn one before theirs

@@ -34,6 +34,7 @@ class ShardFile:
         self._globals = {t.name: np.zeros(t.shape[0], "<f4") for t in plan.tensors if t.dtype == "F32"}
         self._row_bytes = {t.name: t.row_bytes for t in plan.tensors}
         self._stats: dict[int, ScaleStats] = {}
+        self._recorded = False
 
     def put(self, expert: int, packed: PackedRank) -> None:
         """Hash and write one expert's rows."""
@@ -59,6 +60,7 @@ class ShardFile:
         self._file.write(0, self.plan.header)
         self._file.sync()
         journal.add(self._record(digests))
+        self._recorded = True
         self._file.publish()
 
     def _ids(self, name: str) -> Any:
@@ -80,8 +82,11 @@ class ShardFile:
         }
 
     def discard(self) -> None:
-        """Remove the unfinished file."""
-        self._file.discard()
+        """Remove the file if it is unfinished; one that only lacks its name gets it from ``--resume``."""
+        if self._recorded:
+            self._file.close()
+        else:
+            self._file.discard()
 
 
 class LayerJob:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -20,6 +21,8 @@ OnScaleMismatch = Literal["refuse", "requantize"]
 Counts = NDArray[np.int64]
 
 _ZERO_E4M3 = np.flatnonzero(e4m3.VALUES == 0)
+_NO_BYTES = np.empty(0, np.int64)
+_E4M3 = np.nan_to_num(e4m3.VALUES)
 
 
 @dataclass
@@ -125,6 +128,21 @@ def check_pair(expert: Expert, gate: float, up: float, where: str, on_mismatch: 
         )
 
 
+@lru_cache(maxsize=2)
+def _nf3_table(scale_times_16: bool) -> ScaleTable:
+    return scale_bytes.nf3_table(e4m3.VALUES / 16 if scale_times_16 else e4m3.VALUES)
+
+
+@lru_cache(maxsize=128)
+def _mxfp4_table(shift: int) -> ScaleTable:
+    return scale_bytes.mxfp4_table(shift)
+
+
+@lru_cache(maxsize=256)
+def _nvfp4_table(ratio: float, factor: float) -> ScaleTable:
+    return scale_bytes.nvfp4_table(e4m3.VALUES * ratio, factor)
+
+
 @dataclass(frozen=True)
 class MatrixScales:
     """Tables of the parts of one device matrix, and its global scale.
@@ -164,22 +182,18 @@ def choose(forms: list[SourceFormat], counts: list[Counts], seconds: list[float]
         seconds: Second-level scale of each part; 1.0 where the format has none.
     """
     if forms[0].name == "nf3":
-        tables = [scale_bytes.nf3_table(stored_values(form)) for form in forms]
+        tables = [_nf3_table(form.scale_times_16) for form in forms]
         return MatrixScales(tuple(tables), scale_bytes.NF3_GLOBAL_SCALE, _stats(counts, tables, _ZERO_E4M3))
     if forms[0].name == "mxfp4":
         largest = max(int(np.flatnonzero(count)[-1]) for count in counts)
         shift = scale_bytes.mxfp4_shift(largest)
-        tables = [scale_bytes.mxfp4_table(shift)] * len(forms)
-        return MatrixScales(
-            tuple(tables), scale_bytes.mxfp4_global_scale(shift), _stats(counts, tables, np.empty(0, np.int64))
-        )
+        tables = [_mxfp4_table(shift)] * len(forms)
+        return MatrixScales(tuple(tables), scale_bytes.mxfp4_global_scale(shift), _stats(counts, tables, _NO_BYTES))
     second = max(seconds)
-    relative = [e4m3.VALUES * (own / second) for own in seconds]
-    largest_scale = max(
-        float(values[count > 0].max(initial=0.0)) for values, count in zip(relative, counts, strict=True)
-    )
+    ratios = [own / second for own in seconds]
+    largest_scale = max(float(_E4M3[count > 0].max(initial=0.0)) * r for r, count in zip(ratios, counts, strict=True))
     factor = scale_bytes.nvfp4_factor(largest_scale)
-    tables = [scale_bytes.nvfp4_table(values, factor) for values in relative]
+    tables = [_nvfp4_table(ratio, factor) for ratio in ratios]
     return MatrixScales(
         tuple(tables), scale_bytes.nvfp4_global_scale(second, factor), _stats(counts, tables, _ZERO_E4M3)
     )

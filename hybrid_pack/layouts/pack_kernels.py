@@ -147,18 +147,32 @@ def pack_fp4(src, start, stride, blocks, k_tiles, out, first_block, n_blocks):  
                     even_row[i] = u32(u32(x0 & nibbles) | u32(u32(x1 & nibbles) << u32(4)))
                     odd_row[i] = u32(u32(u32(x0 >> u32(4)) & nibbles) | u32(x1 & u32(0xF0F0F0F0)))
             step = uintp(n_blocks * 128)
-            for warp in range(4):
-                for r in range(8):
-                    e0, e1 = evens[16 * warp + r], evens[16 * warp + r + 8]
-                    o0, o1 = odds[16 * warp + r], odds[16 * warp + r + 8]
-                    tile = out[(k0 * n_blocks + first_block + block) * 128 + 16 * r + warp :]
-                    for i in range(uintp(tiles)):
-                        a0, a1, a2, a3 = _transpose(e0[i], e1[i], o0[i], o1[i])
-                        at = i * step
-                        tile[at] = a0
-                        tile[at + uintp(4)] = a1
-                        tile[at + uintp(8)] = a2
-                        tile[at + uintp(12)] = a3
+            for r in range(8):
+                e0, e1, e2, e3 = evens[r], evens[16 + r], evens[32 + r], evens[48 + r]
+                f0, f1, f2, f3 = evens[8 + r], evens[24 + r], evens[40 + r], evens[56 + r]
+                o0, o1, o2, o3 = odds[r], odds[16 + r], odds[32 + r], odds[48 + r]
+                q0, q1, q2, q3 = odds[8 + r], odds[24 + r], odds[40 + r], odds[56 + r]
+                tile = out[(k0 * n_blocks + first_block + block) * 128 + 16 * r :]
+                for i in range(uintp(tiles)):  # sixteen words, a whole cache line, of the four warps at a time
+                    a0, a1, a2, a3 = _transpose(e0[i], f0[i], o0[i], q0[i])
+                    b0, b1, b2, b3 = _transpose(e1[i], f1[i], o1[i], q1[i])
+                    c0, c1, c2, c3 = _transpose(e2[i], f2[i], o2[i], q2[i])
+                    d0, d1, d2, d3 = _transpose(e3[i], f3[i], o3[i], q3[i])
+                    at = i * step
+                    tile[at], tile[at + uintp(1)], tile[at + uintp(2)], tile[at + uintp(3)] = a0, b0, c0, d0
+                    tile[at + uintp(4)], tile[at + uintp(5)], tile[at + uintp(6)], tile[at + uintp(7)] = a1, b1, c1, d1
+                    tile[at + uintp(8)], tile[at + uintp(9)], tile[at + uintp(10)], tile[at + uintp(11)] = (
+                        a2,
+                        b2,
+                        c2,
+                        d2,
+                    )
+                    tile[at + uintp(12)], tile[at + uintp(13)], tile[at + uintp(14)], tile[at + uintp(15)] = (
+                        a3,
+                        b3,
+                        c3,
+                        d3,
+                    )
 
 
 @kernel
