@@ -155,7 +155,7 @@ class Plan:
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be equal for finished files of another run to be of use: the source, the layout and the options."""
-        files = [[f.path.name, f.nbytes, f.digest] for f in self.source.shards.files]
+        files = [[self.source.file_name(f), f.nbytes, f.digest] for f in self.source.shards.files]
         tiers = {str(i): self.source.layers[i].kept for i in self.layers}
         return {
             "format_version": FORMAT_VERSION,
@@ -233,7 +233,11 @@ def _with_map(document: Mapping[str, Any], bit_map: Mapping[str, list[int]]) -> 
     """A configuration whose every bit map is the one in use: a map given by ``--bit-map`` leaves no other beside it."""
     holders = ("text_config", "quantization", "quantization_config")
     return {
-        key: bit_map if key == KEY else _with_map(value, bit_map) if key in holders and isinstance(value, dict) else value
+        key: bit_map
+        if key == KEY
+        else _with_map(value, bit_map)
+        if key in holders and isinstance(value, dict)
+        else value
         for key, value in document.items()
     }
 

@@ -15,6 +15,7 @@ LAYOUT_ABI = "b12x-1.1.0/nf3_2p1+packed/1"
 
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+PlainDigest = Annotated[str, StringConstraints(pattern=r"^blake3:[0-9a-f]{64}$")]
 Digest = Annotated[str, StringConstraints(pattern=r"^blake3(-rows|-shard)?:[0-9a-f]{64}$")]
 KeptScaleFormat = Literal["e4m3_k16", "e8m0_k32"]
 MAX_PATH_CHARS = 1024
@@ -129,15 +130,15 @@ class SourceFile(Strict):
 
     path: PackPath
     bytes: Size
-    digest: Digest
+    digest: PlainDigest
 
 
 class SourceInfo(Strict):
     """What the pack was made from."""
 
     name: str
-    config_digest: Digest
-    index_digest: Digest
+    config_digest: PlainDigest
+    index_digest: PlainDigest
     files: tuple[SourceFile, ...]
 
 
@@ -146,7 +147,7 @@ class Requantized(Strict):
 
     layer: Size
     expert: Size
-    worst_relative_error: Annotated[float, Field(ge=0)]
+    worst_relative_error: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Report(Strict):
@@ -162,6 +163,9 @@ class Report(Strict):
     notes: tuple[str, ...]
 
 
+LayerKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,5})$")]
+
+
 class Manifest(Strict):
     """``hybrid_pack.json``: written last; without it there is no pack."""
 
@@ -171,7 +175,7 @@ class Manifest(Strict):
     layout: LayoutInfo
     topology: TopologyInfo
     geometry: Geometry
-    layers: dict[Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,5})$")], LayerTiers]
+    layers: Annotated[dict[LayerKey, LayerTiers], Field(json_schema_extra={"additionalProperties": False})]
     shards: tuple[ShardEntry, ...]
     base: BaseFiles
     files: tuple[FileEntry, ...]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -11,31 +10,22 @@ import pytest
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from hybrid_pack.convert.scales import check_second, choose, refused_bytes
-from hybrid_pack.errors import DataError
-from hybrid_pack.formats import e2m1, e4m3
-from hybrid_pack.formats.source import SourceFormat
+from hybrid_pack.formats import e2m1, nf3
 from hybrid_pack.io import manifest as io_manifest
+from hybrid_pack.io.bitmap import KEPT_BITS, TAIL_BITS
 from hybrid_pack.io.digest import blake3_digest, rows_digest, shard_digest
 from hybrid_pack.io.manifest import ROW_TENSORS, encode_manifest, shard_header
 from hybrid_pack.io.safetensors import ALIGNMENT
-from hybrid_pack.layouts import scale_bytes
 from hybrid_pack.layouts.nf3_2p1 import Nf32p1
 from hybrid_pack.layouts.packed_fp4 import PackedFp4
 from hybrid_pack.layouts.scales import BlockScales, row_order
 from hybrid_pack.layouts.shard import RankGeometry, shard_path, shard_tensors
 from hybrid_pack.schemas.manifest import MAX_PATH_CHARS, Manifest, is_pack_path
-from hybrid_pack.sharding import Topology, tiles_for
+from hybrid_pack.sharding import ROW_BLOCK, Topology, tiles_for
 from tests.format_page import page, reader, weights
-from tests.format_page.verifier import SCALE_BYTES
 from tests.layouts.ours import pack_codes, pack_scales
 from tests.reference import source
 
-FORMS = {
-    "NVFP4": SourceFormat("nvfp4", "weight", "weight_scale", "weight_scale_2", 16),
-    "MXFP4": SourceFormat("mxfp4", "weight", "weight_scale", None, 32),
-    "NF3": SourceFormat("nf3", "weight_packed", "weight_scale", None, 32),
-}
 GEOMETRIES = [
     (128, 64), (128, 192), (256, 128), (384, 64), (3584, 192), (6144, 512), (6144, 2048), (7168, 256),
 ]  # fmt: skip
@@ -344,143 +334,60 @@ def test_scale_example() -> None:
     assert page.only(whole["bytes in the file"]) == blake3_digest(packed.tobytes())
 
 
-# Sections 12 and 13: scales.
+# Prose.
+
+PLAIN = " ".join(page.TEXT.split())
 
 
-def test_value_of_every_byte_in_use() -> None:
-    for byte in range(248):
-        assert weights.value_of(byte) == scale_bytes.DEVICE_VALUES[byte]
-        assert weights.value_of(byte) == np.uint16(byte << 7).view(np.float16)
+def test_numbers_in_sentences() -> None:
+    """Rules that are prose: each with the constant of the code, where the code has a name for it."""
+    kept, wide = (RankGeometry.scales("kept", form).group for form in ("e4m3_k16", "e8m0_k32"))
+    tail = RankGeometry.scales("tail", None).group
+    value_bits = np.finfo(np.float16)
+    for sentence in (
+        f"`G` is {kept} where `kept_scale_format` is `e4m3_k16` and {wide} where it is `e8m0_k32`",
+        f"`group` is G for kept and {tail} for tail experts. Rows are permuted in blocks of {len(row_order())}",
+        f"{len(nf3.DEFAULT_LEVELS)} finite numbers, strictly ascending",
+        f"a list of E numbers: {KEPT_BITS} for a kept expert, {TAIL_BITS} for a tail one",
+        "First all tensors of more than 4 bytes an expert",
+        f"as make the data start at a multiple of {ALIGNMENT}",
+        "Example: H = 128, S = 64, `Ek` = 0, `Et` = 1",
+        "`fc1_n` decides the order of units in `tail.w13`, `fc2_n` in `tail.w2`",
+        "`W` is `fc1_n` for w13 and `fc2_n` for w2",
+        "in bits `low_bit` and `low_bit + 1` of word `low_word`, its top bit is bit `top_bit` of word `top_word`",
+        "in bits `bit` to `bit + 3`",
+        f"five exponent bits of bias {1 - value_bits.minexp}, three mantissa bits, no sign",
+        "E4M3 (`0bSEEEEMMM`, bias 7, subnormals, no infinity) or E8M0 (`2^(byte - 127)`)",
+        "E4M3 -0 (`80`) is zero",
+        "Kernels take bit 7 of a `value` byte for a change of exponent",
+        "row    n + 8    n + 8    n        n        n + 8    n + 8    n        n           n = 64 q + 16 w + t",
+        "col    2c + 9   2c + 1   2c + 9   2c + 1   2c + 8   2c       2c + 8   2c          from column 16 R",
+        "rows t + 8 m of the block of 64; columns 2c, 2c + 1, 2c + 8, 2c + 9 are i = 0, 1, 2, 3",
+        f"T MUST divide I, {ROW_BLOCK} MUST divide S, P MUST divide E",
+        "2^116 in the tail, 2^0 to 2^-126 for MXFP4",
+    ):
+        assert " ".join(sentence.split()) in PLAIN, sentence
 
 
-def test_weight_formulas_have_the_constants_of_the_code() -> None:
-    nvfp4, mxfp4, nf3 = (page.only(row["weight"]) for row in page.WEIGHTS)
-    assert nvfp4 == f"e2m1 * value * global_scale * 2**{scale_bytes.NVFP4_VALUE_EXPONENT}"
-    assert page.evaluate(mxfp4, e2m1=1.0, byte=np.arange(256.0), global_scale=1.0).tolist() == (
-        scale_bytes.E8M0_VALUES.tolist()
-    )
-    assert nf3 == f"level * value * global_scale * 2**{scale_bytes.NF3_VALUE_EXPONENT}"
-    assert [int(row["group"]) for row in page.WEIGHTS] == [FORMS[name].group for name in FORMS]
-
-
-def test_bytes_in_use_are_those_the_code_can_give() -> None:
-    positive = e4m3.VALUES[:0x7F]
-    used: dict[str, set[int]] = {form: set() for form in SCALE_BYTES}
-    for largest in range(0x7F):
-        table = scale_bytes.nvfp4_table(e4m3.VALUES, scale_bytes.nvfp4_factor(float(positive[largest])))
-        used["e4m3_k16"] |= set(table.device[: largest + 1].tolist())
-    for largest in range(255):
-        table = scale_bytes.mxfp4_table(scale_bytes.mxfp4_shift(largest))
-        used["e8m0_k32"] |= set(table.device[: largest + 1].tolist())
-    for scales in (positive[positive < 32], positive / 16):  # both ways a source stores them
-        used["e4m3_k32"] |= set(scale_bytes.nf3_table(scales).device.tolist())
-    for form, found in used.items():
-        assert found <= SCALE_BYTES[form]
-        ends = [(min(numbers - {0}), max(numbers), 0 in numbers) for numbers in (found, SCALE_BYTES[form])]
-        assert ends[0] == ends[1], form
-
-
-def test_weight_examples() -> None:
-    rows = page.table(
-        "format", "code", "stored scale", "second scale", "largest stored", "byte", "global (binary32)", "weight"
-    )
-    for row in rows:
-        form, stored, byte = FORMS[row["format"]], *(int(page.only(row[c]), 16) for c in ("stored scale", "byte"))
-        largest = int(page.only(row["largest stored"]), 16) if row["largest stored"] else stored
-        counts = np.bincount([stored, largest], minlength=256)
-        second = float(Fraction(row["second scale"])) if row["second scale"] else 1.0
-        chosen = choose([form], [counts], [second])
-        assert chosen.tables[0].device[stored] == byte
-        assert np.float32(chosen.global_scale).view(np.uint32) == int(page.only(row["global (binary32)"]), 16)
-        key = next(r["scale format"].split("`")[1] for r in page.WEIGHTS if f"({row['format']})" in r["scale format"])
-        code = np.array([[int(row["code"])] * form.group])
-        levels = [-1.0, -0.6047, -0.3563, -0.1275, 0.1275, 0.3563, 0.6047, 1.0]
-        found = weights.weights_of(key, code, np.array([[byte]], np.uint8), chosen.global_scale, levels)
-        assert (found == float(row["weight"])).all()
-        meaning = row["stored scale"].partition("= ")[2]
-        value = 2.0 ** (stored - 127) if row["format"] == "MXFP4" else e4m3.VALUES[stored]
-        assert float(Fraction(meaning)) == value
-
-
-def test_nvfp4_rules() -> None:
-    text = page.section(13)
-    (row,) = (rows[0] for rows in page.tables() if next(iter(rows[0])) == "m")
-    for largest, factor in list(row.items())[1:]:
-        assert scale_bytes.nvfp4_factor(float(Fraction(largest))) == float(factor)
-    rule = page.quoted("f * m <= 448", text)
-    for largest in e4m3.VALUES[1:0x7F].tolist():
-        factor = scale_bytes.nvfp4_factor(largest)
-        assert page.evaluate(rule, f=factor, m=largest) and not page.evaluate(rule, f=2 * factor, m=largest)
-    scaled = page.quoted("s * f * 128", text)
-    assert "is below 2 there becomes 0" in text
-    for factor in (1.0, 4.0, 256.0):
-        table = scale_bytes.nvfp4_table(e4m3.VALUES, factor)
-        for byte, stored in enumerate(e4m3.VALUES[:0x7F].tolist()):
-            wanted = page.evaluate(scaled, s=stored, f=factor)
-            if stored * factor <= 448:
-                assert weights.value_of(int(table.device[byte])) == (wanted if wanted >= 2 else 0.0)
-                assert table.flushed[byte] == (0 < wanted < 2)
-    rule = page.defined(text, "global_scale")[0]
-    for second in (1.0, 0.75, 2.0**-20):
-        assert page.evaluate(rule, second=second, f=8.0) == scale_bytes.nvfp4_global_scale(second, 8.0)
-
-
-@pytest.mark.parametrize(("gate", "up"), [(1.0, 0.25), (0.5, 4.0), (1.0, 0.73), (0.37, 0.11)])
-def test_gate_and_up_share_a_global_scale(gate: float, up: float) -> None:
-    """Both second-level scales go into one, exactly or by the rounding of section 13."""
-    text = " ".join(page.section(13).split())
-    assert "`second` is the larger of their second-level scales" in text
-    assert "`s * f * 128` is rounded to binary16 and then to a byte, ties to even" in text
-    stored = np.arange(0x7F)
-    counts = [np.bincount(stored, minlength=256)] * 2
-    chosen = choose([FORMS["NVFP4"]] * 2, counts, [gate, up])
-    second = max(gate, up)
-    assert chosen.global_scale == np.float32(page.evaluate(page.defined(text, "global_scale")[0], second=second, f=1))
-    values = [weights.value_of(byte) for byte in range(247)]
-    for table, own in zip(chosen.tables, (gate, up), strict=True):
-        for byte in stored.tolist():
-            wanted = float(e4m3.VALUES[byte]) * (own / second) * 128
-            half = float(np.float16(wanted))
-            distance = [(abs(value - half), device % 2, device) for device, value in enumerate(values)]
-            assert table.device[byte] == (min(distance)[2] if wanted >= 2 else 0)
-
-
-def test_mxfp4_and_nf3_rules() -> None:
-    text = page.section(13)
-    _, mxfp4, nf3 = page.defined(text, "global_scale")
-    (shift,), device = page.defined(text, "shift"), page.quoted("min(byte + shift, 247)", text)
-    for largest in range(255):
-        found = page.evaluate(shift, m=largest)
-        assert found == scale_bytes.mxfp4_shift(largest)
-        assert page.evaluate(mxfp4, shift=found) == scale_bytes.mxfp4_global_scale(found)
-    for found in range(127):
-        table = scale_bytes.mxfp4_table(found)
-        assert table.device[:255].tolist() == [page.evaluate(device, byte=byte, shift=found) for byte in range(255)]
-    assert "Only bytes\nabove 247 change" in text
-    assert page.evaluate(nf3) == scale_bytes.NF3_GLOBAL_SCALE
-    table, rule = scale_bytes.nf3_table(e4m3.VALUES), page.quoted("s / 16", text)
-    for byte in np.flatnonzero(e4m3.VALUES[:0x7F] < 32).tolist():
-        assert weights.value_of(int(table.device[byte])) == page.evaluate(rule, s=float(e4m3.VALUES[byte]))
-
-
-def test_refusals() -> None:
-    text = " ".join(page.section(13).split())
-    assert "E4M3 NaN (`7f`, `ff`) and negative scales (`81` to `fe`); NF3 scales of 32 or more; E8M0 `ff`" in text
-    negative = {0x7F, 0xFF, *range(0x81, 0xFF)}
-    refused = {name: set(np.flatnonzero(refused_bytes(form)).tolist()) for name, form in FORMS.items()}
-    assert refused["NVFP4"] == negative
-    assert refused["MXFP4"] == {0xFF}
-    assert refused["NF3"] == negative | set(np.flatnonzero(e4m3.VALUES >= 32).tolist())
-    assert "is not finite, positive and below 512" in text
-    matrix: Any = type("Matrix", (), {"second": None})
-    check_second(matrix, float(np.nextafter(np.float32(512), np.float32(0))), "")
-    for value in (512.0, 0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(DataError):
-            check_second(matrix, value, "")
+def test_digest_algorithms_of_the_manifest() -> None:
+    for row in page.KEYS:
+        key = page.only(row["key"])
+        if key.endswith("digest") and "<name>" not in key:
+            wanted = "blake3-shard" if key == "shards[].digest" else "blake3"
+            assert page.ticked(row["rule"])[0] == wanted, key
 
 
 def test_sections_that_are_referred_to_exist() -> None:
-    numbers = set(map(int, re.findall(r"^## (\d+)\. ", page.TEXT, flags=re.M)))
-    assert numbers == set(range(1, max(numbers) + 1))
-    assert set(map(int, re.findall(r"section (\d+)", page.TEXT))) <= numbers
-    assert {int(n) for row in page.TENSORS for n in row["section"].split(", ")} <= numbers
+    titles = dict(re.findall(r"^## (\d+)\. (.*)$", page.TEXT, flags=re.M))
+    assert list(titles) == [str(number + 1) for number in range(len(titles))]
+    assert set(re.findall(r"section (\d+)", page.TEXT)) <= set(titles)
+    assert {number for row in page.TENSORS for number in row["section"].split(", ")} <= set(titles)
+    for key, title in {
+        "layout.abi": "Base tensors and versions", "layout.tiles": "Tiles",
+        "layout.kept_weight_layout": "Packed FP4 codes", "layout.tail_weight_layout": "NF3 codes",
+        "layout.tail_scale_format": "What a weight is",
+        "shards[].path": "Folder", "shards[].tensors": "Expert shard", "report.blocks_flushed": "How scales are chosen",
+    }.items():  # fmt: skip
+        (row,) = (row for row in page.KEYS if page.only(row["key"]) == key)
+        (number,) = re.findall(r"section (\d+)", row["meaning"] + row["rule"])
+        assert titles[number].startswith(title), key

@@ -278,13 +278,13 @@ def convert(
                 return Conversion(finished, 0, files, 0, time.monotonic() - began, threads)
             if (out / MANIFEST).exists() and not overwrite:  # looked for before, but not yet under the lock
                 raise UsageError("another conversion has just finished here", where=out, hint="choose another --out")
-            begin(out, journal, fingerprint, resume=resume, overwrite=overwrite)
+            begin(out, plan, journal, fingerprint, resume=resume, overwrite=overwrite)
             for line in compile_kernels():
                 report.note(line)
             kept = sum(is_done(out, journal, path) for path in _sizes(plan))
             read = _fill(out, plan, journal, threads, on_scale_mismatch, report)
             if source_times(plan) != fingerprint["source_times"]:
-                clear(out, journal, force=True)  # nothing written from a moving source may be taken up again
+                clear(out, plan, journal, force=True)  # nothing written from a moving source may be taken up again
                 raise DataError(
                     "the source changed while it was read: what was written is removed",
                     where=plan.source.root,

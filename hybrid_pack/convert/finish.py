@@ -118,7 +118,9 @@ def _document(plan: Plan, records: dict[str, Record], small: list[Record]) -> di
             "name": _text(source.name),
             "config_digest": source.config_digest,
             "index_digest": source.index_digest,
-            "files": [{"path": f.path.name, "bytes": f.nbytes, "digest": f.digest} for f in source.shards.files],
+            "files": [
+                {"path": source.file_name(f), "bytes": f.nbytes, "digest": f.digest} for f in source.shards.files
+            ],
         },
         "report": _report(plan, records),
     }

@@ -62,7 +62,7 @@ def matches_manifest(manifest: Manifest, fingerprint: dict[str, Any], plan: Plan
         if value != fingerprint[key]:
             return f"{key} is {value}, now {fingerprint[key]}"
     files = [(f.path, f.bytes, f.digest) for f in manifest.source.files]
-    if files != [(f.path.name, f.nbytes, f.digest) for f in plan.source.shards.files]:
+    if files != [(plan.source.file_name(f), f.nbytes, f.digest) for f in plan.source.shards.files]:
         return "the source's safetensors files have changed"
     config = next(f.digest for f in manifest.files if f.path == CONFIG)
     if config != blake3_digest(plan.written[CONFIG]):
@@ -138,18 +138,19 @@ def existing_pack(
     return manifest
 
 
-def clear(out: Path, journal: Journal, *, force: bool = False) -> None:
+def clear(out: Path, plan: Plan, journal: Journal, *, force: bool = False) -> None:
     """Remove what a conversion wrote there, manifest first, and nothing else.
 
     Args:
         out: The pack.
+        plan: What is going to be written there; small files that it will replace are not in the way.
         journal: Told what is going to be removed, so that an interrupted removal is taken up again.
         force: Leave files that no conversion wrote where they are, instead of refusing.
 
     Raises:
         UsageError: A file that no conversion wrote is among it; nothing was removed.
     """
-    ours = set(journal.clearing or ()) | set(journal.records)
+    ours = {*(journal.clearing or ()), *journal.records, *plan.copied, *plan.written}
     with contextlib.suppress(DataError):
         ours |= set(read_manifest(out).paths())
     found: list[Path] = []
@@ -182,14 +183,16 @@ def clear(out: Path, journal: Journal, *, force: bool = False) -> None:
             folder.rmdir()
 
 
-def begin(out: Path, journal: Journal, fingerprint: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
+def begin(
+    out: Path, plan: Plan, journal: Journal, fingerprint: dict[str, Any], *, resume: bool, overwrite: bool
+) -> None:
     """Start a journal, or take up one of the same source and options.
 
     Raises:
         UsageError: The journal is of another source or other options.
     """
     if overwrite or journal.clearing is not None:
-        clear(out, journal)
+        clear(out, plan, journal)
     if overwrite or journal.fingerprint is None:
         journal.begin(fingerprint)
         return

@@ -14,6 +14,7 @@ from hybrid_pack.io.config import CONFIG, ModelConfig, read_config
 from hybrid_pack.io.digest import blake3_digest
 from hybrid_pack.io.excludes import matches
 from hybrid_pack.io.names import PROJECTION_ROLES, ExpertName, looks_like_expert, parse
+from hybrid_pack.io.safetensors import FileHeader
 from hybrid_pack.io.shards import Located, Shards, read_shards
 
 UNUSED_FIELDS = frozenset({"input_scale", "input_global_scale", "k_scale", "v_scale"})
@@ -109,6 +110,10 @@ class Checkpoint:
     notes: tuple[str, ...]
     config_digest: str
     index_digest: str
+
+    def file_name(self, file: FileHeader) -> str:
+        """Path of one of its files inside its folder."""
+        return file.path.relative_to(self.root).as_posix()
 
 
 _Fields = dict[str, Located]

@@ -239,7 +239,8 @@ def _check_files(manifest: Manifest, refuse: Any) -> None:
     for file in (*manifest.base.files, *manifest.files):
         if not file.digest.startswith("blake3:"):
             refuse(f"{file.path}: digest", "blake3", file.digest)
-        if file.path in (MANIFEST, README) or file.path.startswith((".", "experts/")) or file.path.endswith(".partial"):
+        name = file.path.casefold()  # a file system may not tell HYBRID_PACK.json from the manifest
+        if name in (MANIFEST, README.casefold()) or name.startswith((".", "experts/")) or name.endswith(".partial"):
             wanted = "neither manifest, README.md, expert shard, dot file nor .partial"
             refuse("a path that cannot be listed here", wanted, file.path)
     listed = {file.path for file in manifest.files}

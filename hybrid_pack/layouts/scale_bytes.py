@@ -32,6 +32,12 @@ MXFP4_MAX_SHIFT = 126
 MXFP4_MAX_BYTE = 247
 """Largest E8M0 byte the kernel takes; b12x saturates at it."""
 
+NVFP4_BYTES = (0x80, 0xF6)
+"""Smallest and largest device byte of an NVFP4 block that is not zero."""
+
+NF3_MAX_BYTE = 0x7F
+"""Largest device byte of an NF3 group: scales are below 32."""
+
 LARGEST_DEVICE_BYTE = 0xF7
 """Largest E4M3-derived device byte that is finite."""
 

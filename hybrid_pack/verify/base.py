@@ -13,7 +13,7 @@ from hybrid_pack.io.config import CONFIG, read_config, read_document
 from hybrid_pack.io.digest import blake3_digest
 from hybrid_pack.io.manifest import MANIFEST
 from hybrid_pack.io.names import parse
-from hybrid_pack.io.safetensors import read_header
+from hybrid_pack.io.safetensors import build_header, read_header
 from hybrid_pack.io.shards import Located
 from hybrid_pack.schemas.manifest import Manifest
 from hybrid_pack.verify.report import Recorder
@@ -21,6 +21,7 @@ from hybrid_pack.verify.report import Recorder
 DOCUMENTS = "config.json"
 BASE = "base headers and index"
 QUANT_METHOD = "hybrid_pack"
+QUANTIZATION_KEYS = {"quant_method", "manifest", KEY, "source_quantization_config"}
 
 
 def _read(
@@ -57,6 +58,15 @@ def check_config(root: Path, manifest: Manifest, recorder: Recorder) -> None:
         if not isinstance(block, Mapping):
             recorder.find(DOCUMENTS, CONFIG, "no quantization_config", expected="an object")
             return
+        if set(block) != QUANTIZATION_KEYS:
+            recorder.find(
+                DOCUMENTS,
+                CONFIG,
+                "not the keys a pack has",
+                where="quantization_config",
+                expected=", ".join(sorted(QUANTIZATION_KEYS)),
+                found=", ".join(sorted(map(str, block))),
+            )
         for key, expected in (("quant_method", QUANT_METHOD), ("manifest", MANIFEST)):
             if block.get(key) != expected:
                 where = f"quantization_config.{key}"
@@ -141,6 +151,10 @@ def check_base(root: Path, manifest: Manifest, recorder: Recorder) -> Mapping[st
                 recorder.spoil(file.path)
                 continue
             tally.add(len(header.tensors), header.data_begin)
+            if header.digest != blake3_digest(
+                build_header((t.name, t.dtype, t.shape) for t in header.tensors.values())[0]
+            ):
+                recorder.find(BASE, file.path, "its header is not written as a pack's headers are")
             for name, tensor in header.tensors.items():
                 expert = parse(name)
                 if name in files:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hybrid_pack.errors import DataError
 from hybrid_pack.io.digest import blake3_bytes, blake3_digest, finish, new_hasher, rows_digest
-from hybrid_pack.layouts.scale_bytes import DEVICE_VALUES, MXFP4_MAX_BYTE
+from hybrid_pack.layouts.scale_bytes import MXFP4_MAX_BYTE, NF3_MAX_BYTE, NVFP4_BYTES
 from hybrid_pack.schemas.manifest import FileEntry, Manifest, ShardEntry, TensorEntry
 from hybrid_pack.verify.pool import Buffers, Pool, Task
 from hybrid_pack.verify.progress import Progress
@@ -31,9 +31,6 @@ BUFFER_BYTES = 1 << 20
 TASK_BYTES = 64 << 20
 """About what one task reads of a shard."""
 
-MAX_SCALE_BYTE = int(np.flatnonzero(np.isfinite(DEVICE_VALUES))[-1])
-"""Largest E4M3-derived device byte that is a number."""
-
 
 @dataclass
 class _Tensor:
@@ -42,11 +39,12 @@ class _Tensor:
     shard: ShardEntry
     name: str
     entry: TensorEntry
-    scale_limit: int | None
+    scales: tuple[int, int] | None
     rows: list[bytes]
     left: int
     failed: bool = False
     highest: int = 0
+    lowest: int = 256
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -127,26 +125,27 @@ class _Job:
 
     @staticmethod
     def _note_highest(tensor: _Tensor, part: NDArray[np.uint8]) -> None:
-        if tensor.scale_limit is not None:
-            highest = int(part.max(initial=0))
+        if tensor.scales is not None:
+            highest, lowest = int(part.max()), int((part - np.uint8(1)).min()) + 1  # of those that are not zero
             with tensor.lock:
-                tensor.highest = max(tensor.highest, highest)
+                tensor.highest, tensor.lowest = max(tensor.highest, highest), min(tensor.lowest, lowest)
 
     def _compare(self, tensor: _Tensor) -> None:
         path = tensor.shard.path
         digest = rows_digest(tensor.rows)
         if digest != tensor.entry.digest:
             self.recorder.find(TENSORS, path, DIFFERS, where=tensor.name, expected=tensor.entry.digest, found=digest)
-        elif tensor.scale_limit is not None and tensor.highest > tensor.scale_limit:
-            message = "a scale byte that no pack holds"
-            self.recorder.find(
-                TENSORS,
-                path,
-                message,
-                where=tensor.name,
-                expected=f"at most {tensor.scale_limit}",
-                found=tensor.highest,
-            )
+        elif tensor.scales is not None:
+            least, most = tensor.scales
+            if tensor.lowest < least or tensor.highest > most:
+                self.recorder.find(
+                    TENSORS,
+                    path,
+                    "a scale byte that no pack holds",
+                    where=tensor.name,
+                    expected=f"zero or 0x{least:02X}..0x{most:02X}",
+                    found=f"0x{tensor.lowest if tensor.lowest < least else tensor.highest:02X}",
+                )
 
     def whole(self, shard: ShardEntry, name: str, entry: TensorEntry, tally: Tally) -> None:
         """Hash a small tensor: expert ids or global scales."""
@@ -163,11 +162,14 @@ class _Job:
             self.recorder.find(TENSORS, shard.path, DIFFERS, where=name, expected=entry.digest, found=digest)
 
 
-def _scale_limit(manifest: Manifest, shard: ShardEntry, name: str) -> int | None:
+def _scale_range(manifest: Manifest, shard: ShardEntry, name: str) -> tuple[int, int] | None:
+    """Smallest and largest scale byte, zero aside, that a tensor of scales may hold; None for other tensors."""
     if not name.endswith("_scale"):
         return None
-    mxfp4 = name.startswith("kept.") and manifest.layers[str(shard.layer)].kept_scale_format == "e8m0_k32"
-    return MXFP4_MAX_BYTE if mxfp4 else MAX_SCALE_BYTE
+    if name.startswith("tail."):
+        return 1, NF3_MAX_BYTE
+    mxfp4 = manifest.layers[str(shard.layer)].kept_scale_format == "e8m0_k32"
+    return (1, MXFP4_MAX_BYTE) if mxfp4 else NVFP4_BYTES
 
 
 def _shard_tasks(job: _Job, manifest: Manifest, shard: ShardEntry, tally: Tally) -> Iterator[Task]:
@@ -176,7 +178,7 @@ def _shard_tasks(job: _Job, manifest: Manifest, shard: ShardEntry, tally: Tally)
             yield partial(job.whole, shard, name, entry, tally)
             continue
         count = entry.shape[0]
-        tensor = _Tensor(shard, name, entry, _scale_limit(manifest, shard, name), [b""] * count, count)
+        tensor = _Tensor(shard, name, entry, _scale_range(manifest, shard, name), [b""] * count, count)
         together = max(1, TASK_BYTES // tensor.row_bytes)
         for first in range(0, count, together):
             yield partial(job.rows, tensor, first, min(first + together, count), tally)

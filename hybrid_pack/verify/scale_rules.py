@@ -91,10 +91,12 @@ def scale_rule(form: SourceFormat, second: float, global_scale: float, worst_err
         values, device = _stored_values(form, second), scale_bytes.DEVICE_VALUES * unit
         right = _equal(values, device)
         flushed = np.zeros_like(right)
+        outside = slice(1, scale_bytes.NVFP4_BYTES[0]) if nvfp4 else slice(scale_bytes.NF3_MAX_BYTE + 1, None)
         if nvfp4:
             wanted = values / unit  # in units of value(byte): times factor * 2^7, factor = second * 2^119 / global
             flushed[:, 0] = (wanted > 0) & (wanted < FLUSH_BELOW * (1 if worst_error == 0 else 1 + _SLACK))
             if worst_error > 0:
                 error = np.abs(scale_bytes.DEVICE_VALUES[None, :] / wanted[:, None] - 1)
                 right |= (wanted[:, None] > 0) & (error <= min(worst_error, ROUNDING) + _SLACK)
+        right[:, outside] = False  # the right number, but not to the kernel
     return ScaleRule(right | flushed, flushed, np.zeros_like(right), values == 0, values, device)

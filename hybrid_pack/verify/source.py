@@ -66,7 +66,7 @@ def check_identity(manifest: Manifest, source: Checkpoint, recorder: Recorder) -
             if expected != found:
                 _differs(root, what, expected, found, recorder)
         listed = {file.path: file for file in theirs.files}
-        present = {file.path.name: file for file in source.shards.files}
+        present = {source.file_name(file): file for file in source.shards.files}
         for name in sorted({*listed, *present}):
             then, now = listed.get(name), present.get(name)
             if then is None or now is None:

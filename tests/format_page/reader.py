@@ -258,7 +258,8 @@ def _check_paths(document: dict[str, Any]) -> None:
     need(1, all(map(is_path, paths)), "a path that leads outside")
     need(1, len({unicodedata.normalize("NFKC", p).casefold() for p in paths}) == len(paths), "twins")
     plain = [entry["path"] for entry in (*document["base"]["files"], *document["files"])]
-    need(1, not any(p in ("hybrid_pack.json", "README.md") or p.startswith("experts/") for p in plain), "path")
+    need(1, not {"hybrid_pack.json", "README.md"} & set(plain), "a path that no list has")
+    need(1, not any(p.startswith((".", "experts/")) or p.endswith(".partial") for p in plain), "likewise")
     need(1, {"config.json", document["base"]["index"]} - {None} <= set(plain), "config.json and index")
 
 

@@ -92,7 +92,10 @@ def rename_base(editor: PackEditor) -> None:
 
 def retype_base(editor: PackEditor) -> None:
     path = editor.root / editor.document["base"]["files"][0]["path"]
-    path.write_bytes(path.read_bytes().replace(b'"BF16"', b'"F16" ', 1))
+    data = path.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    text = data[8:begin].replace(b'"BF16"', b'"F16"', 1)
+    path.write_bytes(data[:8] + text.ljust(begin - 8) + data[begin:])
 
 
 def add_small(editor: PackEditor) -> None:
@@ -115,7 +118,20 @@ def swap_map(editor: PackEditor) -> None:
     editor.edit_config(lambda c: c["quantization_config"]["hybrid_bit_map"].update({"3": [4, 4, 3, 3]}))
 
 
+def tab_in_base_header(editor: PackEditor) -> None:
+    path = editor.root / editor.document["base"]["files"][0]["path"]
+    data = path.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    path.write_bytes(data[: begin - 1] + b"\t" + data[begin:])
+
+
 RULES: list[tuple[str, Change, str]] = [
+    ("base header padded otherwise", tab_in_base_header, "its header is not written as a pack's headers are"),
+    (
+        "a key more in quantization_config",
+        lambda e: e.edit_config(lambda c: c["quantization_config"].update({"extra": 1})),
+        r"config\.json: quantization_config: not the keys a pack has",
+    ),
     (
         "expert ids swapped",
         ids_swapped,
@@ -143,7 +159,17 @@ RULES: list[tuple[str, Change, str]] = [
     (
         "a scale byte that is NaN",
         alter(TAIL, "w2_scale", 5, lambda b: 0xFF),
-        r"tail\.w2_scale: a scale byte that no pack .*found 255",
+        r"tail\.w2_scale: a scale byte that no pack .*found 0xFF",
+    ),
+    (
+        "an NVFP4 scale byte the kernel would read wrongly",
+        alter(KEPT, "w13_scale", 5, lambda b: 0x40),
+        r"kept\.w13_scale: a scale byte that no pack .*expected zero or 0x80..0xF6, found 0x40",
+    ),
+    (
+        "an NF3 scale byte of 32 or more",
+        alter(TAIL, "w2_scale", 5, lambda b: 0x90),
+        r"tail\.w2_scale: a scale byte that no pack .*expected zero or 0x01..0x7F, found 0x90",
     ),
 ]
 
