@@ -23,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.convert.support import replace_in_os
+
 STEPS = ("write", "pwrite", "posix_fallocate", "fsync", "ftruncate", "replace", "unlink", "mkdir", "rmdir")
 
 
@@ -48,9 +50,7 @@ class Driver:
         return answer
 
     def close(self) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait(10)
+        self._process.communicate(timeout=60)
 
 
 def arm(request: dict[str, Any]) -> list[str]:
@@ -77,7 +77,7 @@ def arm(request: dict[str, Any]) -> list[str]:
 
     os.fsync = lambda fd: None  # type: ignore[assignment]
     for name in STEPS:
-        setattr(os, name, counted(name, getattr(os, name)))
+        replace_in_os(setattr, name, counted(name, getattr(os, name)))
     return taken
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,14 @@ def plan_of(source: Path, tp: int = 1, ep: int = 1, **options: Any) -> Plan:
 def pack(source: Path, out: Path, tp: int = 1, ep: int = 1, **options: Any) -> Conversion:
     """Convert a folder; two workers."""
     return convert(plan_of(source, tp, ep), out, **{"workers": 2, **options})
+
+
+def replace_in_os(put: Callable[[Any, str, Any], object], name: str, function: Callable[..., Any]) -> None:
+    """Put a function of os in the place of another, for pathlib too, which kept its own before Python 3.11."""
+    accessor, real = getattr(pathlib, "_NormalAccessor", None), getattr(os, name)
+    put(os, name, function)
+    if getattr(accessor, name, None) is real:
+        put(accessor, name, staticmethod(function))
 
 
 def tree(root: Path) -> dict[str, bytes]:

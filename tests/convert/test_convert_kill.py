@@ -98,9 +98,7 @@ def test_killed_in_the_middle_of_a_line_of_the_journal(
         shutil.rmtree(out)
 
 
-def test_killed_again_and_again_at_steps(
-    driver: Driver, source: Path, tmp_path: Path, whole: dict[str, bytes]
-) -> None:
+def test_killed_again_and_again_at_steps(driver: Driver, source: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
     for seed in range(4):
         rng, out = random.Random(seed), tmp_path / str(seed)
         kept: dict[str, Any] = {}

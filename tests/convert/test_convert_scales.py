@@ -266,7 +266,9 @@ def test_mxfp4_bytes_are_moved_and_exact(largest: int, copy: Copy, tmp_path: Pat
 UNEQUAL = small(second_scale="unequal")
 
 
-def test_unequal_second_scales_are_refused(sources: Sources, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unequal_second_scales_are_refused(
+    sources: Sources, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     assert run(["convert", str(sources(UNEQUAL)), "--out", str(out)]) == 1
     line = capsys.readouterr().err.splitlines()[-1]
