@@ -17,6 +17,8 @@ COMMANDS = {
     "convert": "Write a pack from a hybrid checkpoint.",
     "verify": "Prove a pack, alone or against its source.",
     "inspect": "Show a checkpoint or a pack from its headers.",
+    "doctor": "Show what this machine can run, and what is missing.",
+    "bench": "Time loading a rank and running a layer.",
 }
 """Name and help of each command; its module is imported only when it runs."""
 
@@ -66,14 +68,14 @@ def run(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
     fail = partial(_fail, debug="--debug" in given)
+    if not given:
+        click.echo(cli.get_help(click.Context(cli, info_name="hybrid-pack")), err=True)
+        return 2
     try:
         result = cli.main(arguments, prog_name="hybrid-pack", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except HybridPackError as error:
         return fail(error, str(error), error.exit_code)
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message(), err=True)
-        return 2
     except click.ClickException as error:
         at = f"{error.ctx.command_path}: " if isinstance(error, click.UsageError) and error.ctx else ""
         return fail(error, f"{at}{error.format_message()} (see --help)", 2)
@@ -87,6 +89,10 @@ def run(arguments: list[str] | None = None) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return fail(error, f"{where}{error.strerror or error}", EnvironmentFailure.exit_code)
+    except Exception as error:
+        hint = "please report it with what --debug shows"
+        line = f"unexpected error: {type(error).__name__}: {error}; {hint}"
+        return fail(error, line, EnvironmentFailure.exit_code)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic only since cl
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Bytes of a size."""
-        match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([kmgt]?i?)b?", str(value).strip().lower())
+        match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([kmgt]?i?)b?", str(value).strip().lower(), re.ASCII)
         if match is None or match[2] not in UNITS:
             self.fail(f"{value!r} is not a size such as 1GiB or 500MB", param, ctx)
         return int(float(match[1]) * UNITS[match[2]])
@@ -31,7 +31,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
         """All numbers, ascending."""
         found: set[int] = set()
         for part in str(value).split(","):
-            match = re.fullmatch(r"\s*(\d{1,6})(?:\s*-\s*(\d{1,6}))?\s*", part)
+            match = re.fullmatch(r"\s*(\d{1,6})(?:\s*-\s*(\d{1,6}))?\s*", part, re.ASCII)
             if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
                 self.fail(f"{value!r} is not a list such as 3-5,78", param, ctx)
             found.update(range(int(match[1]), int(match[2] or match[1]) + 1))

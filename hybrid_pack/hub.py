@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from hybrid_pack.errors import EnvironmentFailure, UsageError
+from hybrid_pack.errors import EnvironmentFailure, HybridPackError, UsageError
 
 SMALL_FILES = (
     "*.json",
@@ -57,8 +57,10 @@ def _errors(where: str) -> Iterator[None]:
             where=where,
             hint="check the network and HF_HUB_OFFLINE",
         ) from None
-    except OSError as error:
-        raise EnvironmentFailure("cannot fetch", where=where, found=error) from error
+    except HybridPackError:
+        raise
+    except Exception as error:  # the HTTP library's own errors differ from version to version
+        raise EnvironmentFailure("cannot fetch", where=where, found=error or type(error).__name__) from error
 
 
 def fetch_checkpoint(repo_id: str, revision: str | None = None) -> Path:

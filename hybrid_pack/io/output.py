@@ -137,7 +137,7 @@ def write_small(path: Path, data: bytes) -> None:
     try:
         file.write(0, data)
         file.sync()
+        file.publish()
     except BaseException:
         file.discard()
         raise
-    file.publish()

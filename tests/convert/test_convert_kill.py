@@ -136,8 +136,9 @@ def test_several_base_files(driver: Driver, source: Path, tmp_path: Path) -> Non
 
 def test_killed_while_overwriting(driver: Driver, tiny: Path, tiny_whole: dict[str, bytes], tmp_path: Path) -> None:
     """Nothing of the old pack stays, whether the next run says resume or overwrite."""
-    old = tmp_path / "old"
-    pack(tiny, old, 1)
+    old, richer = tmp_path / "old", Path(shutil.copytree(tiny, tmp_path / "richer"))
+    (richer / "chat_template.jinja").write_text("{{ only the old pack has this }}")
+    pack(richer, old, 1)
     shutil.copytree(old, tmp_path / "out")
     steps = convert(driver, tiny, tmp_path / "out", "--overwrite")["steps"]
     assert tree(tmp_path / "out") == tiny_whole

@@ -96,6 +96,7 @@ def test_a_whole_checkpoint_is_fetched_without_other_weights(monkeypatch: pytest
         (errors.HFValidationError("bad"), UsageError, "no such repository"),
         (errors.LocalEntryNotFoundError("offline"), EnvironmentFailure, "cannot be reached"),
         (OSError(28, "No space left on device"), EnvironmentFailure, "No space left"),
+        (RuntimeError("connection reset"), EnvironmentFailure, "cannot fetch .found connection reset"),
     ],
 )
 def test_errors(monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[HybridPackError], says: str) -> None:
