@@ -10,14 +10,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hybrid_pack.runtime.backends import Accepted, Rejected
+    from hybrid_pack.runtime.buffers import LoadBuffers
     from hybrid_pack.runtime.layer import LayerGeometry, PackedMoELayer, TierWeights
     from hybrid_pack.runtime.moe import HybridMoE
+    from hybrid_pack.runtime.moe_runtime import MoERuntime
     from hybrid_pack.runtime.pack import Pack, open_pack
+    from hybrid_pack.runtime.report import LoadedRank, LoadReport
 
 __all__ = [
     "Accepted",
     "HybridMoE",
     "LayerGeometry",
+    "LoadBuffers",
+    "LoadReport",
+    "LoadedRank",
+    "MoERuntime",
     "Pack",
     "PackedMoELayer",
     "Rejected",
@@ -29,6 +36,10 @@ _HOME = {
     "Accepted": "backends",
     "HybridMoE": "moe",
     "LayerGeometry": "layer",
+    "MoERuntime": "moe_runtime",
+    "LoadBuffers": "buffers",
+    "LoadReport": "report",
+    "LoadedRank": "report",
     "Pack": "pack",
     "PackedMoELayer": "layer",
     "Rejected": "backends",

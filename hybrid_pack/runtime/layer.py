@@ -16,6 +16,10 @@ from hybrid_pack.sharding import Tiles
 Levels = Literal["manifest", "bfloat16"]
 """Which NF3 levels to use: those of the manifest, or the same rounded to BF16 as b12x's kernels have them."""
 
+Check = Literal["structure", "digest"]
+"""``structure``: size, header bytes and expert ids of a shard, against the manifest, whose own digest was checked when
+the pack was opened. ``digest``: that, and the BLAKE3 digest of every tensor."""
+
 
 @dataclass(frozen=True, eq=False)
 class TierWeights:
@@ -74,6 +78,7 @@ class PackedMoELayer:
         tail: NF3 experts, or None where the rank holds none.
         geometry: Sizes and constants.
         tiles: (fc1_tile_k, fc1_tile_n, fc2_tile_k, fc2_tile_n) the tail's bytes are laid out for.
+        checked: What was held against the manifest when it was loaded.
     """
 
     layer: int
@@ -82,6 +87,7 @@ class PackedMoELayer:
     tail: TierWeights | None = field(repr=False)
     geometry: LayerGeometry
     tiles: Tiles
+    checked: Check = "structure"
 
     @cached_property
     def _rows(self) -> Mapping[int, tuple[TierWeights, int]]:

@@ -1,61 +1,114 @@
-"""From an expert shard on disk to tensors: checked against the manifest by size and header, mapped without a copy."""
+"""From expert shards on disk to tensors: all checked against the manifest before anything is allocated.
+
+On the CPU a shard is mapped without a copy. To a CUDA device its bytes travel once, through a bounded ring of pinned
+buffers, straight to where they stay.
+"""
 
 from __future__ import annotations
 
 import mmap
-import stat
 import sys
-from collections.abc import Callable
-from dataclasses import fields
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
-from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
-from hybrid_pack.io.manifest import expected_tensors, rank_geometry, rank_tiers, shard_header
-from hybrid_pack.layouts.shard import Tier
-from hybrid_pack.runtime.layer import LayerGeometry, PackedMoELayer, TierWeights
+from hybrid_pack.errors import EnvironmentFailure, UsageError
+from hybrid_pack.runtime.buffers import HOST_MEMORY_BYTES, LoadBuffers, choose_sizes
+from hybrid_pack.runtime.build import DTYPES, build_layer
+from hybrid_pack.runtime.layer import Check, PackedMoELayer
+from hybrid_pack.runtime.report import CHECK_DEFAULT, LoadedRank, LoadReport
+from hybrid_pack.runtime.stream.device import Device, HostMemory
+from hybrid_pack.runtime.stream.digests import ShardDigests
+from hybrid_pack.runtime.stream.files import Direct, ShardFile
+from hybrid_pack.runtime.stream.plan import Layout, plan_bytes, plan_rows, spans_of
+from hybrid_pack.runtime.stream.session import Progress, Session, Source
 from hybrid_pack.schemas.manifest import Manifest, ShardEntry
 
-DTYPES = {"I32": torch.int32, "U8": torch.uint8, "F32": torch.float32}
-_AGAIN = "get the file again or convert again; `hybrid-pack verify` checks every byte"
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How to load; ``Pack.load_rank`` says what each means. None is the default."""
+
+    check: Check | None = None
+    host_memory_bytes: int | None = None
+    readers: int | None = None
+    chunk_bytes: int | None = None
+    direct: Direct = "auto"
+    buffers: LoadBuffers | None = None
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        if self.check not in (None, "structure", "digest"):
+            raise UsageError("no such check", where="check", expected="structure or digest", found=repr(self.check))
+        if self.direct not in ("auto", True, False):
+            raise UsageError("no such choice", where="direct", expected="auto, True or False", found=repr(self.direct))
+        if self.buffers is not None and (self.host_memory_bytes, self.readers, self.chunk_bytes) != (None, None, None):
+            raise UsageError("host_memory_bytes, readers and chunk_bytes are those of the buffers", where="buffers")
 
 
-def load_shard(root: Path, manifest: Manifest, entry: ShardEntry, device: str | torch.device) -> PackedMoELayer:
-    """One rank's experts of one layer; ``Pack.load_layer`` says what is checked and what is copied."""
-    target = _device(device)
-    path = root / entry.path
-    mapping = _map(path, entry, shard_header(expected_tensors(manifest, entry.layer, entry.rank)))
+@dataclass(frozen=True)
+class _Traffic:
+    """The part of a report that tells how bytes were read."""
 
-    def tensor(name: str) -> torch.Tensor:
-        at = entry.tensors[name]
-        dtype = DTYPES[at.dtype]
-        count = (at.end - at.begin) // dtype.itemsize
-        # The tensor's storage holds a reference to the mapping, so it is unmapped with the last tensor.
-        mapped = torch.frombuffer(mapping, dtype=dtype, count=count, offset=at.begin).reshape(at.shape)
-        return mapped if target.type == "cpu" else mapped.to(target)
-
-    kept_ids, tail_ids = rank_tiers(manifest, entry.layer, entry.rank)
-    geometry = rank_geometry(manifest)
-    return PackedMoELayer(
-        layer=entry.layer,
-        rank=entry.rank,
-        kept=_tier("kept", kept_ids, tensor, path),
-        tail=_tier("tail", tail_ids, tensor, path),
-        geometry=LayerGeometry(
-            hidden_size=geometry.hidden,
-            intermediate_size=geometry.intermediate,
-            num_experts=manifest.geometry.num_experts,
-            top_k=manifest.geometry.top_k,
-            kept_scale_format=manifest.layers[str(entry.layer)].kept_scale_format,
-            nf3_levels=manifest.layout.nf3_levels,
-            activation=manifest.layout.activation,
-        ),
-        tiles=manifest.layout.tiles,
-    )
+    readers: int = 0
+    chunk_bytes: int = 0
+    host_bytes: int = 0
+    device_bytes: int = 0
+    direct_files: int = 0
 
 
-def _device(device: str | torch.device) -> torch.device:
+def load_shards(
+    root: Path, manifest: Manifest, entries: Sequence[ShardEntry], device: str | torch.device, options: LoadOptions
+) -> LoadedRank:
+    """Layers of one rank; ``Pack.load_rank`` says what is checked and what is copied.
+
+    Args:
+        root: The pack.
+        manifest: Its manifest.
+        entries: Shards of one rank, at least one.
+        device: Where the tensors shall be.
+        options: How.
+    """
+    target = target_of(device)
+    if target.type == "cuda":
+        return stream_shards(root, manifest, entries, open_device(target, options.buffers), options)
+    if options.buffers is not None:
+        raise UsageError("buffers are for loads to a CUDA device", where=target)
+    began = time.perf_counter()
+    checked = options.check or "structure"
+    with _opened(root, manifest, entries) as files:
+        traffic = _Traffic()
+        if checked == "digest":  # by way of the page cache, where the mapping finds the bytes again
+            plain = replace(options, direct=False) if options.direct == "auto" else options
+            _, traffic = _read(files, HostMemory(discard=True), checked, plain)
+        layers = [_map(manifest, file, target, checked) for file in files]
+    read = checked == "digest" or target.type != "cpu"
+    return LoadedRank(layers, _report(entries, target, checked, read, traffic, began))
+
+
+def stream_shards(
+    root: Path, manifest: Manifest, entries: Sequence[ShardEntry], device: Device, options: LoadOptions
+) -> LoadedRank:
+    """``load_shards`` for a device that is open."""
+    began = time.perf_counter()
+    checked = options.check or CHECK_DEFAULT
+    with _opened(root, manifest, entries) as files:
+        memory, traffic = _read(files, device, checked, options)
+    layers = [_build(manifest, entry, flat, checked) for entry, flat in zip(entries, memory, strict=True)]
+    return LoadedRank(layers, _report(entries, device.device, checked, True, traffic, began))
+
+
+def target_of(device: str | torch.device) -> torch.device:
+    """The device a caller names, which exists.
+
+    Raises:
+        UsageError: No such kind of device.
+        EnvironmentFailure: This machine does not have it.
+    """
     if sys.byteorder != "little":
         raise EnvironmentFailure("shards are read in place, which needs a little-endian machine", found=sys.byteorder)
     try:
@@ -67,56 +120,109 @@ def _device(device: str | torch.device) -> torch.device:
     return target
 
 
-def _map(path: Path, entry: ShardEntry, header: bytes) -> mmap.mmap:
-    """A private mapping of the whole file.
+def open_device(target: torch.device, buffers: LoadBuffers | None = None) -> Device:
+    """A CUDA device to load to; that of the buffers where there are any.
+
+    Raises:
+        UsageError: The buffers are those of another device.
+        EnvironmentFailure: The device does not work.
+    """
+    from hybrid_pack.runtime.stream.cuda import CudaDevice, with_index
+
+    if buffers is None:
+        return CudaDevice(target)
+    if buffers.device != with_index(target):
+        raise UsageError("buffers of another device", where=with_index(target), found=buffers.device)
+    return buffers.ring.device
+
+
+@contextmanager
+def _opened(root: Path, manifest: Manifest, entries: Sequence[ShardEntry]) -> Iterator[list[ShardFile]]:
+    """All shards, checked as far as a few kilobytes of each tell; closed at the end."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(closing(ShardFile(root, manifest, entry))) for entry in entries]
+
+
+def _read(
+    files: Sequence[ShardFile], device: Device, checked: Check, options: LoadOptions
+) -> tuple[list[torch.Tensor], _Traffic]:
+    """Device memory of each shard, filled."""
+    layouts = [Layout.of(spans_of(file.entry)) for file in files]
+    wanted = sum(layout.nbytes for layout in layouts)
+    free = device.free_bytes()
+    if free is not None and wanted > free:
+        raise EnvironmentFailure(
+            "not enough memory", where=device.device, expected=f"{wanted} bytes free", found=f"{free} bytes",
+            hint="load fewer layers, or use a pack for more ranks",
+        )  # fmt: skip
+    for file in files:
+        file.choose(options.direct)
+    limit = HOST_MEMORY_BYTES if options.host_memory_bytes is None else options.host_memory_bytes
+    with ExitStack() as stack:
+        buffers = options.buffers
+        if buffers is None:
+            sizes = choose_sizes(limit, options.readers, options.chunk_bytes)
+            buffers = stack.enter_context(LoadBuffers.of(device, sizes))
+        chunk = buffers.sizes.chunk_bytes
+        sources = [_source(file, layout, chunk, checked) for file, layout in zip(files, layouts, strict=True)]
+        readers = min(buffers.sizes.readers, sum(len(source.tasks) for source in sources))
+        memory = Session(buffers.ring, readers).run(sources, options.progress)
+        direct = sum(file.direct for file in files)
+        return memory, _Traffic(readers, chunk, buffers.ring.used_bytes, sum(map(len, memory)), direct)
+
+
+def _source(file: ShardFile, layout: Layout, chunk_bytes: int, checked: Check) -> Source:
+    if checked == "digest":
+        digests = ShardDigests(file.path, file.entry, layout.spans)
+        return Source(file, layout, plan_rows(layout.spans, chunk_bytes), digests)
+    return Source(file, layout, plan_bytes(file.data_begin, file.entry.bytes, chunk_bytes), None)
+
+
+def _build(manifest: Manifest, entry: ShardEntry, flat: torch.Tensor, checked: Check) -> PackedMoELayer:
+    """A layer whose tensors are parts of one piece of device memory."""
+    layout = Layout.of(spans_of(entry))
+    begins = {span.begin: place for span, place in zip(layout.spans, layout.places, strict=True)}
+
+    def tensor(name: str) -> torch.Tensor:
+        at = entry.tensors[name]
+        place = begins[at.begin]
+        return flat[place : place + at.end - at.begin].view(DTYPES[at.dtype]).reshape(at.shape)
+
+    return build_layer(manifest, entry, tensor, checked)
+
+
+def _map(manifest: Manifest, file: ShardFile, target: torch.device, checked: Check) -> PackedMoELayer:
+    """A layer whose tensors lie in a private mapping of its shard, or are copied from it one by one.
 
     ACCESS_COPY rather than ACCESS_READ: torch warns about buffers that cannot be written. The file is opened read-only
-    all the same. A link is followed, since the Hub's cache consists of links; its name is fixed by layer and rank.
+    all the same. Each tensor's storage holds a reference to the mapping, so it is unmapped with the last tensor.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise DataError("not a regular file", where=path, expected=f"a file of {entry.bytes} bytes", hint=_AGAIN)
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            if size != entry.bytes:
-                problem = "the file is truncated" if size < entry.bytes else "the file is too long"
-                raise DataError(
-                    problem, where=path, expected=f"{entry.bytes} bytes", found=f"{size} bytes", hint=_AGAIN
-                )
-            file.seek(0)
-            _check_header(path, header, file.read(len(header)))
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except (FileNotFoundError, NotADirectoryError):
-        found = "a link to a file that is not there" if path.is_symlink() else "nothing"
-        raise DataError(
-            "no such file", where=path, expected=f"a file of {entry.bytes} bytes", found=found, hint=_AGAIN
-        ) from None
+        mapping = mmap.mmap(file.fd, 0, access=mmap.ACCESS_COPY)
     except OSError as error:
-        raise EnvironmentFailure("cannot read", where=path, found=error.strerror) from error
+        raise EnvironmentFailure("cannot read", where=file.path, found=error.strerror) from error
+
+    def tensor(name: str) -> torch.Tensor:
+        at = file.entry.tensors[name]
+        dtype = DTYPES[at.dtype]
+        count = (at.end - at.begin) // dtype.itemsize
+        mapped = torch.frombuffer(mapping, dtype=dtype, count=count, offset=at.begin).reshape(at.shape)
+        return mapped if target.type == "cpu" else mapped.to(target)
+
+    return build_layer(manifest, file.entry, tensor, checked)
 
 
-def _check_header(path: Path, expected: bytes, found: bytes) -> None:
-    if expected != found:
-        at = next(i for i, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1])
-        raise DataError(
-            f"byte {at} of the header is not the one its manifest implies", where=path,
-            expected=repr(expected[at : at + 24]), found=repr(found[at : at + 24]), hint=_AGAIN,
-        )  # fmt: skip
-
-
-def _tier(tier: Tier, ids: tuple[int, ...], tensor: Callable[[str], torch.Tensor], path: Path) -> TierWeights | None:
-    """A tier's tensors, or None where the rank holds no expert of it."""
-    if not ids:
-        return None
-    weights = TierWeights(**{field.name: tensor(f"{tier}.{field.name}") for field in fields(TierWeights)})
-    found = weights.expert_ids.tolist()
-    if found != list(ids):  # a few hundred bytes, and a wrong one would route tokens to other experts
-        row = next(i for i, pair in enumerate(zip(ids, found, strict=True)) if pair[0] != pair[1])
-        raise DataError(
-            f"{tier}.expert_ids[{row}] is not the manifest's",
-            where=path,
-            expected=ids[row],
-            found=found[row],
-            hint=_AGAIN,
-        )
-    return weights
+def _report(
+    entries: Sequence[ShardEntry], device: torch.device, checked: Check, read: bool, traffic: _Traffic, began: float
+) -> LoadReport:
+    return LoadReport(
+        layers=tuple(entry.layer for entry in entries),
+        rank=entries[0].rank,
+        device=str(device),
+        checked=checked,
+        read=read,
+        tensors=sum(len(entry.tensors) for entry in entries),
+        payload_bytes=sum(t.end - t.begin for entry in entries for t in entry.tensors.values()),
+        seconds=time.perf_counter() - began,
+        **asdict(traffic),
+    )

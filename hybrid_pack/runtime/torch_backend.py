@@ -10,9 +10,12 @@ from hybrid_pack.runtime.layer import PackedMoELayer
 
 def why_not(layer: PackedMoELayer) -> str | None:
     """Why this backend cannot run a layer, or None if it can."""
-    if parse_activation(layer.geometry.activation) is None:
-        return f"the activation {layer.geometry.activation!r} is not supported, only {SUPPORTED}"
-    return None
+    return why_not_activation(layer.geometry.activation)
+
+
+def why_not_activation(activation: str) -> str | None:
+    """Why an activation cannot be run, or None if it can."""
+    return None if parse_activation(activation) else f"the activation {activation!r} is not supported, only {SUPPORTED}"
 
 
 class TorchBackend:
@@ -29,9 +32,12 @@ class TorchBackend:
         self._layer = layer
         self._activation = activation
 
-    def __call__(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """bf16 [M, H], this rank's sum; arguments as ``HybridMoE``'s."""
-        return self.accumulate(x, topk_weights, topk_ids).to(torch.bfloat16)
+        y = self.accumulate(x, topk_weights, topk_ids)
+        return y.to(torch.bfloat16) if out is None else out.copy_(y)
 
     def accumulate(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """The same before it is rounded: f32 [M, H]."""

@@ -1,0 +1,497 @@
+"""How fast does one GLM-5.2 TP4 rank load to the GPU, against copying alone, safetensors, and repacking at start?
+
+    python -m benchmarks.gpu_load [--folder DIR] [--layers 8] [--runs 5] [--seconds 220] [--out FILE]
+
+Baselines, interleaved in the same run, medians, ratios round by round: the pinned host-to-device copy of as many
+bytes; ``safetensors.torch.load_file(device="cuda")`` file by file; fastsafetensors, if it is there; ``dd iflag=direct``
+for cold files; and reading the source and packing it on the GPU with b12x's packers, as serving does today. torch's
+cached memory is given back before each action, so that all of them pay for allocation. A part that fails is recorded,
+the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import common, repack_baseline
+from hybrid_pack.convert import convert
+from hybrid_pack.io.checkpoint import open_checkpoint
+from hybrid_pack.plan import make_plan
+from hybrid_pack.runtime import LoadBuffers, Pack, open_pack
+from hybrid_pack.runtime.layer import Check
+from hybrid_pack.runtime.stream.cached import cached_share
+from hybrid_pack.sharding import Topology
+from hybrid_pack.synthetic import Spec, write_checkpoint
+
+MIB = 1 << 20
+
+
+class Run:
+    """One run: its time limit, and what was found.
+
+    Args:
+        seconds: Parts that would begin later are left out.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._ends = time.monotonic() + seconds
+        self.result: dict[str, Any] = {"parts_seconds": {}, "errors": {}, "left_out": []}
+
+    @property
+    def over(self) -> bool:
+        """Whether the time is up."""
+        return time.monotonic() > self._ends
+
+    def part(self, name: str, action: Callable[[], Any]) -> None:
+        """Keep what an action returns, or why it failed."""
+        if self.over:
+            self.result["left_out"].append(name)
+            return
+        print(f"{name}:", flush=True)
+        began = time.monotonic()
+        try:
+            self.result[name] = action()
+        except Exception as error:
+            traceback.print_exc()
+            self.result["errors"][name] = f"{type(error).__name__}: {error}"[:500]
+        self.result["parts_seconds"][name] = round(time.monotonic() - began, 2)
+
+    def interleaved(self, actions: Mapping[str, Callable[[], float]], runs: int, before: Callable[[], None]) -> Any:
+        """Seconds of each action, round by round; one that fails is left out from then on, with the reason."""
+        seconds: dict[str, list[float]] = {name: [] for name in actions}
+        failed: dict[str, str] = {}
+        for number in range(runs):
+            if self.over and number:
+                break
+            for name, action in actions.items():
+                if name in failed:
+                    continue
+                before()
+                try:
+                    seconds[name].append(action())
+                    print(f"  {name}: {seconds[name][-1]:.4f} s", flush=True)
+                except Exception as error:
+                    failed[name] = f"{type(error).__name__}: {error}"[:500]
+                    print(f"  {name}: {failed[name]}", flush=True)
+        return {name: values for name, values in seconds.items() if values and name not in failed}, failed
+
+
+def spec(layers: int, tiny: bool) -> Spec:
+    """TP1 of a model as wide as one rank of GLM-5.2 at TP4: the same bytes a layer."""
+    sizes: dict[str, Any] = {"hidden": 6144, "intermediate": 512, "num_experts": 256, "kept": 64}
+    if tiny:
+        sizes = {"hidden": 256, "intermediate": 256, "num_experts": 16, "kept": 4}
+    return Spec(
+        **sizes, top_k=8, moe_layers=tuple(range(layers)), dense_layers=(), mtp_layer=False, base_dialect="fp8_row"
+    )
+
+
+class Bench:
+    """The pack, its files and the device.
+
+    Args:
+        run: Where results go.
+        folder: Where source and pack are.
+        layers: How many.
+        device: ``cuda``, or ``cpu`` to try the script.
+        tiny: Small layers, likewise.
+    """
+
+    def __init__(self, run: Run, folder: Path, layers: int, device: str, tiny: bool) -> None:
+        self.run, self.source, self.device = run, folder / "source", torch.device(device)
+        root = folder / "pack"
+        began = time.monotonic()
+        if not (root / "hybrid_pack.json").exists():
+            write_checkpoint(self.source, spec(layers, tiny))
+            convert(make_plan(open_checkpoint(self.source), Topology(1, 1)), root)
+        self.pack: Pack = open_pack(root)
+        self.files = [root / shard.path for shard in self.pack.manifest.shards]
+        self.nbytes = sum(t.end - t.begin for s in self.pack.manifest.shards for t in s.tensors.values())
+        run.result["prepare_seconds"] = round(time.monotonic() - began, 2)
+        run.result["layers"], run.result["payload_bytes"] = len(self.files), self.nbytes
+        if self.device.type == "cuda":
+            torch.ones(1, device=self.device)
+
+    def settle(self) -> None:
+        """Give everything back before an action."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def rates(self, seconds: Mapping[str, list[float]]) -> dict[str, float]:
+        """GB/s of the packed bytes."""
+        return {name: round(self.nbytes / 1e9 / statistics.median(v), 2) for name, v in seconds.items()}
+
+    def load(self, check: Check, **options: Any) -> Callable[[], float]:
+        """``load_rank`` of everything."""
+        return lambda: common.timed(lambda: self.pack.load_rank(0, self.device, check=check, **options))
+
+    def layer_by_layer(self) -> float:
+        """``load_layer`` for each, with buffers that are kept, as a serving engine calls it."""
+
+        def action() -> None:
+            with LoadBuffers(self.device) as buffers:
+                kept = [
+                    self.pack.load_layer(n, 0, self.device, check="structure", buffers=buffers)
+                    for n in self.pack.layers
+                ]
+            del kept
+
+        return common.timed(action)
+
+    def load_file(self) -> float:
+        """The official library, file by file."""
+        from safetensors.torch import load_file
+
+        def action() -> None:
+            kept = [load_file(path, device=str(self.device)) for path in self.files]
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            del kept
+
+        return common.timed(action)
+
+    def fastsafetensors(self) -> float:
+        """fastsafetensors without GPU Direct Storage, file by file."""
+        from fastsafetensors import SafeTensorsFileLoader, SingleGroup  # type: ignore[import-not-found]
+
+        kept: list[Any] = []
+
+        def action() -> None:
+            for path in self.files:
+                loader = SafeTensorsFileLoader(SingleGroup(), "cuda:0", nogds=True)
+                try:
+                    loader.add_filenames({0: [str(path)]})
+                    held = loader.copy_files_to_device()
+                    kept.append((held, {name: held.get_tensor(name) for name in loader.get_keys()}))
+                finally:
+                    loader.close()
+            torch.cuda.synchronize()
+
+        try:
+            return common.timed(action)
+        finally:
+            tensors = [held for held, _ in kept]
+            kept.clear()
+            for held in tensors:
+                held.close()
+
+    @cached_property
+    def _pinned(self) -> torch.Tensor:
+        return torch.empty(256 * MIB, dtype=torch.uint8, pin_memory=True).fill_(7)
+
+    def pinned_copy(self) -> float:
+        """As many bytes from pinned memory to the GPU, over and over the same: the ceiling."""
+        host = self._pinned
+        target = torch.empty_like(host, device=self.device)
+        torch.cuda.synchronize()
+        began, left = time.perf_counter(), self.nbytes
+        while left > 0:
+            size = min(left, host.nbytes)
+            target[:size].copy_(host[:size], non_blocking=True)
+            left -= size
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    # parts
+
+    def warm(self, runs: int) -> dict[str, Any]:
+        """Everything in the page cache."""
+        parallel(warm_file, self.files)
+        self.load("structure")()
+        actions: dict[str, Callable[[], float]] = {
+            "load_rank structure": self.load("structure"),
+            "load_rank digest": self.load("digest"),
+            "load_layer, kept buffers": self.layer_by_layer,
+            "pinned copy": self.pinned_copy,
+            "safetensors load_file": self.load_file,
+            "fastsafetensors": self.fastsafetensors,
+        }
+        seconds, failed = self.run.interleaved(actions, runs, self.settle)
+        ours = "load_rank structure"
+        ratios = {f"{name} / {ours}": common.ratios(seconds, name, ours) for name in seconds if name != ours}
+        summaries = {name: common.summary(values) for name, values in seconds.items()}
+        return {"seconds": summaries, "gb_per_s": self.rates(seconds), "ratios": ratios, "failed": failed}
+
+    def sweep(self, runs: int) -> list[dict[str, Any]]:
+        """Chunk size, readers and ring size."""
+        parallel(warm_file, self.files)
+        rows: list[dict[str, Any]] = []
+        for check, chunk, readers, ring in sweep_points():
+            options = {"chunk_bytes": chunk * MIB, "readers": readers, "host_memory_bytes": ring * MIB}
+            seconds = []
+            for _ in range(runs):
+                if self.run.over:
+                    return rows
+                self.settle()
+                seconds.append(self.load(check, **options)())
+            rate = round(self.nbytes / 1e9 / statistics.median(seconds), 2)
+            rows.append({"check": check, "chunk_mib": chunk, "readers": readers, "ring_mib": ring, "gb_per_s": rate})
+            print(f"  {rows[-1]}", flush=True)
+        return rows
+
+    def repack(self, layers: int, loaded_seconds: float | None) -> dict[str, Any]:
+        """As serving does today, for some layers after one to warm up."""
+        tiles, seconds, wrong, peak = self.pack.tiles, [], set(), 0
+        for number in (self.pack.layers[0], *self.pack.layers[:layers]):
+            source = repack_baseline.source_layer(self.source, number)
+            self.settle()
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            began = time.perf_counter()
+            packed = repack_baseline.repack_layer(self.source, source, tiles, self.device)
+            seconds.append(time.perf_counter() - began)
+            peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
+            ours = self.pack.load_layer(number, 0, self.device)
+            wrong |= set(repack_baseline.differences(packed, ours))
+            del packed, ours
+            print(f"  layer {number}: {seconds[-1]:.3f} s", flush=True)
+        per_layer = statistics.median(seconds[1:])
+        found: dict[str, Any] = {"seconds_per_layer": seconds[1:], "warm_up_seconds": seconds[0], "peak_bytes": peak}
+        found["tensors_that_differ"] = sorted(wrong)
+        if loaded_seconds is not None:
+            found["ratio_to_load_rank_structure"] = per_layer / (loaded_seconds / len(self.files))
+        return found
+
+    def memory(self) -> dict[str, Any]:
+        """Device memory over the final bytes, pinned host memory, and what is given back."""
+        self.settle()
+        torch.cuda.reset_peak_memory_stats()
+        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        free, resident = torch.cuda.mem_get_info()[0], rss_bytes()
+        with LeastFree() as least:
+            loaded = self.pack.load_rank(0, self.device)
+        report, after = loaded.report, torch.cuda.mem_get_info()[0]
+        found = {
+            "payload_bytes": report.payload_bytes,
+            "host_bytes": report.host_bytes,
+            "peak_allocated_over_payload": torch.cuda.max_memory_allocated() - allocated - report.payload_bytes,
+            "peak_reserved_over_payload": torch.cuda.max_memory_reserved() - reserved - report.payload_bytes,
+            "driver_over_payload": free - after - report.payload_bytes,
+            "driver_peak_over_payload": free - least.free_bytes - report.payload_bytes,
+            "resident_kept": rss_bytes() - resident,
+            "report": str(report),
+        }
+        del loaded
+        self.settle()
+        found["driver_kept"] = free - torch.cuda.mem_get_info()[0]
+        return found
+
+    def cold(self, layers: int, runs: int) -> dict[str, Any]:
+        """Files that are not in the page cache."""
+        wanted, files = self.pack.layers[:layers], self.files[:layers]
+        nbytes = sum(path.stat().st_size for path in files)
+        share: list[float] = []
+
+        def drop() -> None:
+            self.settle()
+            drop_cache(files)
+            share.append(max(cached(path) for path in files))
+
+        def dd() -> float:
+            return common.timed(lambda: direct_read(files))
+
+        actions: dict[str, Callable[[], float]] = {
+            "dd iflag=direct": dd,
+            "load_rank structure": self.load("structure", layers=wanted),
+            "load_rank digest": self.load("digest", layers=wanted),
+            "load_rank through the cache": self.load("structure", layers=wanted, direct=False),
+            "safetensors load_file": lambda: self._load_files(files),
+        }
+        seconds, failed = self.run.interleaved(actions, runs, drop)
+        return {
+            "bytes": nbytes,
+            "most_cached_before_an_action": max(share),
+            "seconds": {name: common.summary(values) for name, values in seconds.items()},
+            "gb_per_s": {name: round(nbytes / 1e9 / statistics.median(v), 3) for name, v in seconds.items()},
+            "dd / load_rank": {
+                n: common.ratios(seconds, "dd iflag=direct", n) for n in seconds if n.startswith("load_rank")
+            },
+            "failed": failed,
+        }
+
+    def _load_files(self, files: list[Path]) -> float:
+        from safetensors.torch import load_file
+
+        return common.timed(lambda: [load_file(path, device=str(self.device)) for path in files])
+
+
+def sweep_points() -> list[tuple[Check, int, int, int]]:
+    """(check, chunk MiB, readers, ring MiB), the most telling first."""
+    points: list[tuple[Check, int, int, int]] = []
+    for chunk in (8, 4, 2, 16, 1):
+        points += [("structure", chunk, 16, 256), ("digest", chunk, 16, 256)]
+    points += [("structure", 4, readers, 256) for readers in (4, 8, 12)] + [("digest", 4, 8, 256)]
+    points += [("structure", 2, 16, 64), ("structure", 4, 16, 128), ("digest", 2, 16, 64)]
+    return points
+
+
+class LeastFree:
+    """Watches the driver's free memory from another thread.
+
+    Attributes:
+        free_bytes: Least that was seen.
+    """
+
+    def __enter__(self) -> LeastFree:
+        self.free_bytes = torch.cuda.mem_get_info()[0]
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.005):
+            self.free_bytes = min(self.free_bytes, torch.cuda.mem_get_info()[0])
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+def warm_file(path: Path) -> None:
+    """Bring a file into the page cache."""
+    buffer = bytearray(8 * MIB)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+def parallel(action: Callable[[Path], None], files: list[Path]) -> None:
+    """One thread a file."""
+    threads = [threading.Thread(target=action, args=(path,)) for path in files]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def drop_cache(files: list[Path]) -> None:
+    """Take files out of the page cache; all of it, where that is allowed."""
+    os.sync()
+    for path in files:
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("1\n")
+    except OSError as error:
+        print(f"  drop_caches: {error.strerror}")
+
+
+def cached(path: Path) -> float:
+    """Share of a file in the page cache."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return cached_share(fd, path.stat().st_size)
+    finally:
+        os.close(fd)
+
+
+def direct_read(files: list[Path]) -> None:
+    """``dd`` files past the page cache, one after the other."""
+    for path in files:
+        subprocess.run(["dd", f"if={path}", "of=/dev/null", "iflag=direct", "bs=16M", "status=none"], check=True)
+
+
+def rss_bytes() -> int:
+    """Resident memory that is not of files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
+def gpu() -> dict[str, Any]:
+    """The card and its driver."""
+    if not torch.cuda.is_available():
+        return {}
+    query = ["nvidia-smi", "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader"]
+    asked = subprocess.run(query, capture_output=True, text=True, check=False)
+    return {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver, pcie": asked.stdout.strip()}
+
+
+def goals(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The issue's goals and what was reached; None where a part is missing."""
+
+    def at(*keys: str) -> Any:
+        value: Any = result
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+    ours = "load_rank structure"
+    return {
+        "GB/s, structure (40)": at("warm", "gb_per_s", ours),
+        "GB/s, digest": at("warm", "gb_per_s", "load_rank digest"),
+        "GB/s, pinned copy alone": at("warm", "gb_per_s", "pinned copy"),
+        "times load_file (4)": at("warm", "ratios", f"safetensors load_file / {ours}", "median"),
+        "times repacking (20)": at("repack", "ratio_to_load_rank_structure"),
+        "share of dd, cold (0.95)": at("cold", "dd / load_rank", ours, "median"),
+        "device bytes over the tensors at most (64 MiB)": at("memory", "driver_peak_over_payload"),
+        "host bytes (256 MiB)": at("memory", "host_bytes"),
+    }
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All parts."""
+    run = Run(options.seconds)
+    run.result["question"] = (__doc__ or "").strip().splitlines()[0]
+    run.part("machine", lambda: common.machine(folder))
+    run.part("gpu", gpu)
+    bench = Bench(run, folder, options.layers, options.device, options.tiny)
+    run.part("warm", lambda: bench.warm(options.runs))
+    seconds = run.result.get("warm", {}).get("seconds", {}).get("load_rank structure", {}).get("median")
+    run.part("repack", lambda: bench.repack(options.repack_layers, seconds))
+    run.part("memory", bench.memory)
+    run.part("cold", lambda: bench.cold(options.cold_layers, options.cold_runs))
+    run.part("sweep", lambda: bench.sweep(3))
+    run.result["goals"] = goals(run.result)
+    return run.result
+
+
+def main() -> None:
+    """Measure, print and keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="where source and pack are made; a pack that is there is used")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--repack-layers", type=int, default=2)
+    parser.add_argument("--cold-layers", type=int, default=4)
+    parser.add_argument("--cold-runs", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=220, help="parts that would begin later are left out")
+    parser.add_argument("--out", type=Path, help="also write the result here")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small layers, to try the script")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.folder or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        result = measure(options, folder)
+    text = json.dumps(result, indent=1)
+    if options.out is not None:
+        options.out.write_text(text + "\n")
+    if not options.tiny:
+        common.save("gpu_load", result)
+    for name, value in result["goals"].items():
+        print(f"{name}: {value if not isinstance(value, float) else round(value, 3)}")
+    for name, error in result["errors"].items():
+        print(f"failed: {name}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""A CUDA device: thin, so that everything else can be tested without one."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from hybrid_pack.errors import EnvironmentFailure, UsageError
+
+
+def with_index(device: torch.device) -> torch.device:
+    """``cuda`` alone means the calling thread's current device."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+
+
+def failed(error: RuntimeError, device: torch.device) -> EnvironmentFailure:
+    """An error of torch or CUDA as one of ours; torch's go on for many lines."""
+    return EnvironmentFailure("the GPU failed", where=device, found=(str(error) or repr(error)).splitlines()[0])
+
+
+class CudaEvent:
+    """An event that a waiting thread sleeps on rather than spins; see ``Event``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+    def record(self) -> None:
+        """On the calling thread's current stream."""
+        try:
+            self._event.record()
+        except RuntimeError as error:
+            raise failed(error, self._device) from None
+
+    def query(self) -> bool:
+        """Whether it is passed."""
+        try:
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise failed(error, self._device) from None
+
+    def synchronize(self) -> None:
+        """Wait until it is."""
+        try:
+            self._event.synchronize()
+        except RuntimeError as error:
+            raise failed(error, self._device) from None
+
+
+class CudaDevice:
+    """Copies on a stream of their own.
+
+    Args:
+        device: ``cuda`` with or without an index; it exists.
+
+    Attributes:
+        device: With its index.
+
+    Raises:
+        UsageError: The calling thread is capturing a CUDA graph.
+        EnvironmentFailure: The device does not work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        try:
+            self.device = with_index(device)
+            if torch.cuda.is_current_stream_capturing():
+                raise UsageError("layers cannot be loaded while a CUDA graph is captured", where=self.device)
+            self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise failed(error, self.device) from None
+
+    def free_bytes(self) -> int | None:
+        """What the driver has, and what torch keeps without using it."""
+        try:
+            free, _ = torch.cuda.mem_get_info(self.device)
+        except RuntimeError as error:
+            raise failed(error, self.device) from None
+        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """u8 [nbytes]; see ``Device``."""
+        try:
+            # Not an inference tensor, whatever the caller is in: the readers, outside of it, write in place.
+            with torch.inference_mode(False):
+                tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            # The caller's stream may still use memory that torch hands out again.
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            return tensor
+        except torch.cuda.OutOfMemoryError:
+            found = f"{self.free_bytes()} bytes"
+            raise EnvironmentFailure(
+                "out of GPU memory", where=self.device, expected=f"{nbytes} bytes free in one piece", found=found,
+                hint="load fewer layers, or free memory on this GPU",
+            ) from None  # fmt: skip
+        except RuntimeError as error:
+            raise failed(error, self.device) from None
+
+    def enter(self) -> None:
+        """Make this thread's current device and stream the ones of the copies."""
+        try:
+            torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(self._stream)
+        except RuntimeError as error:
+            raise failed(error, self.device) from None
+
+    def pin(self, host: torch.Tensor) -> None:
+        """Register memory that was mapped before, rather than take it from torch, which would keep it."""
+        code = self._runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0)
+        if code != self._runtime.cudaError.success:
+            self._clear_error()
+            raise EnvironmentFailure(
+                f"cannot pin {host.nbytes} bytes of host memory", where=self.device, found=str(code),
+                hint="lower host_memory_bytes",
+            )  # fmt: skip
+
+    def unpin(self, host: torch.Tensor) -> None:
+        """Undo ``pin``, on whatever device the calling thread is; of a GPU that failed nothing can be undone."""
+        with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):
+            code = self._runtime.cudaHostUnregister(host.data_ptr())
+            if code != self._runtime.cudaError.success:
+                self._clear_error()
+
+    def event(self) -> CudaEvent:
+        """A new event."""
+        return CudaEvent(self.device)
+
+    def copy(self, host: torch.Tensor, target: torch.Tensor) -> None:
+        """Start a copy on the stream that ``enter`` made current."""
+        try:
+            target.copy_(host, non_blocking=True)
+        except RuntimeError as error:
+            raise failed(error, self.device) from None
+
+    def synchronize(self) -> None:
+        """Wait for the stream of the copies, and for nothing else."""
+        try:
+            self._stream.synchronize()
+        except RuntimeError as error:
+            raise failed(error, self.device) from None
+
+    def _clear_error(self) -> None:
+        """The runtime remembers an error, and torch would raise it at the next kernel; let it be raised here."""
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self.device)

@@ -1,0 +1,23 @@
+"""Tensor parallel on two GPUs with NCCL."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu import tp2
+from tests.gpu.support import note
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("b12x")]
+
+
+def test_the_sum_of_two_ranks_is_tp1(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        wanted = int(os.environ.get("HYBRID_PACK_REQUIRE_GPUS", "1"))
+        (pytest.fail if wanted > 1 else pytest.skip)(f"needs two GPUs, found {torch.cuda.device_count()}")
+    results = tp2.run(tmp_path)
+    note("two ranks against TP1", distances=results[0]["distances"], files=[result["files"] for result in results])
+    assert tp2.complaints(results) == []

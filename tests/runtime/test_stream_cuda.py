@@ -1,0 +1,236 @@
+"""The CUDA device's own lines, run with a stand-in for ``torch.cuda`` whose signatures are the real ones."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import hybrid_pack
+from hybrid_pack import EnvironmentFailure, UsageError
+from hybrid_pack.runtime import LoadBuffers
+from hybrid_pack.runtime.stream import cuda as cuda_module
+from tests.runtime.dialects import MAPPED, MTP, Packs
+from tests.runtime.test_stream_load import assert_same
+
+
+def real(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Holds every call against the signature of a function of torch."""
+
+    def decorate(fake: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            inspect.signature(function).bind(*args, **kwargs)
+            return fake(self, *args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+class FakeStream:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda, self.waited, self.synchronized = cuda, 0, 0
+
+    def wait_stream(self, other: FakeStream) -> None:
+        assert other is self.cuda.main
+        self.waited += 1
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+        self.cuda.fail("synchronize")
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+
+    def record(self) -> None:
+        self.cuda.fail("record")
+        assert self.cuda.local.stream in self.cuda.streams and self.cuda.local.device == torch.device("cuda", 0)
+
+    def query(self) -> bool:
+        self.cuda.fail("query")
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class FakeCuda:
+    """What ``cuda.py`` uses of ``torch.cuda``.
+
+    Attributes:
+        streams: Those made.
+        pinned: Bytes at each registered address.
+        free: What the driver says.
+        errors: What fails, and how.
+        cleared: How often a left error was asked for.
+    """
+
+    OutOfMemoryError = torch.cuda.OutOfMemoryError
+
+    def __init__(self) -> None:
+        self.main, self.streams, self.local = FakeStream(self), [], threading.local()
+        self.pinned: dict[int, int] = {}
+        self.errors: dict[str, Exception] = {}
+        self.free, self.cleared, self.capturing = 1 << 30, 0, False
+        self._success = object()
+
+    def fail(self, name: str) -> None:
+        if name in self.errors:
+            raise self.errors[name]
+
+    @real(torch.cuda.current_device)
+    def current_device(self) -> int:
+        return 0
+
+    @real(torch.cuda.is_current_stream_capturing)
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing
+
+    @real(torch.cuda.mem_get_info)
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return self.free, 2 << 30
+
+    @real(torch.cuda.memory_reserved)
+    def memory_reserved(self, device: torch.device) -> int:
+        return 5 << 20
+
+    @real(torch.cuda.memory_allocated)
+    def memory_allocated(self, device: torch.device) -> int:
+        return 2 << 20
+
+    @real(torch.cuda.current_stream)
+    def current_stream(self, device: torch.device) -> FakeStream:
+        return self.main
+
+    @real(torch.cuda.set_device)
+    def set_device(self, device: torch.device) -> None:
+        self.local.device = device
+
+    @real(torch.cuda.set_stream)
+    def set_stream(self, stream: FakeStream) -> None:
+        self.local.stream = stream
+
+    def Stream(self, device: torch.device) -> FakeStream:
+        self.fail("stream")
+        self.streams.append(FakeStream(self))
+        return self.streams[-1]
+
+    def Event(self, blocking: bool) -> FakeEvent:
+        return FakeEvent(self)
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        assert device == torch.device("cuda", 0)
+        yield
+
+    @real(torch.cuda.cudart)
+    def cudart(self) -> Any:
+        codes = SimpleNamespace(success=self._success)
+        return SimpleNamespace(
+            cudaError=codes,
+            cudaHostRegister=self._register,
+            cudaHostUnregister=lambda at: self.pinned.pop(at) and self._success,
+        )
+
+    def _register(self, at: int, size: int, flags: int) -> object:
+        assert flags == 0 and self.local.device == torch.device("cuda", 0)
+        if "pin" in self.errors:
+            return "cudaError.memory"
+        self.pinned[at] = size
+        return self._success
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+
+    def empty(nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        assert device == torch.device("cuda", 0)
+        fake.fail("empty")
+        return torch.empty(nbytes, dtype=dtype)
+
+    def ones(size: int, device: torch.device) -> None:
+        fake.cleared += 1
+        raise RuntimeError("the error that was left")
+
+    stand_in = SimpleNamespace(
+        cuda=fake, empty=empty, ones=ones, device=torch.device, uint8=torch.uint8, inference_mode=torch.inference_mode
+    )
+    monkeypatch.setattr(cuda_module, "torch", stand_in)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    return fake
+
+
+def test_load(packs: Packs, cuda: FakeCuda) -> None:
+    pack = hybrid_pack.open_pack(packs.pack("nvfp4"))
+    loaded = pack.load_rank(device="cuda", readers=2)
+    assert_same(pack, loaded)
+    assert loaded.report.device == "cuda:0" and loaded.report.checked == "digest"
+    assert cuda.streams[0].waited == 2 and cuda.streams[0].synchronized == 1 and cuda.pinned == {}
+    layer = pack.load_layer(MTP, device="cuda:0", check="structure", host_memory_bytes=1 << 20)
+    assert layer.checked == "structure"
+
+
+def test_buffers(packs: Packs, cuda: FakeCuda) -> None:
+    pack = hybrid_pack.open_pack(packs.pack("nvfp4"))
+    with LoadBuffers("cuda", 4 << 20, readers=2) as buffers:
+        assert pack.load_layer(MAPPED, device="cuda", buffers=buffers).layer == MAPPED
+        assert cuda.pinned and len(cuda.streams) == 1
+        buffers.device = torch.device("cuda", 3)
+        with pytest.raises(UsageError, match=r"cuda:0: buffers of another device \(found cuda:3\)"):
+            pack.load_layer(MAPPED, device="cuda", buffers=buffers)
+    assert cuda.pinned == {}
+
+
+def test_free_memory(packs: Packs, cuda: FakeCuda) -> None:
+    cuda.free = 100_000 - (3 << 20)
+    with pytest.raises(EnvironmentFailure, match=r"cuda:0: not enough memory .*found 100000 bytes"):
+        hybrid_pack.open_pack(packs.pack("nvfp4")).load_rank(device="cuda")
+
+
+FAILURES = [
+    ("record", RuntimeError("CUDA error: at record"), r"cuda:0: the GPU failed \(found CUDA error: at record\)"),
+    ("query", RuntimeError(), r"cuda:0: the GPU failed \(found RuntimeError\(\)\)"),
+    (
+        "empty",
+        torch.cuda.OutOfMemoryError("CUDA out of memory. Tried"),
+        r"cuda:0: out of GPU memory \(expected \d+ bytes",
+    ),
+    (
+        "empty",
+        RuntimeError("CUDA error: uncorrectable\nmore"),
+        r"cuda:0: the GPU failed \(found CUDA error: uncorrectable\)",
+    ),
+    ("stream", RuntimeError("CUDA error: no"), r"cuda:0: the GPU failed \(found CUDA error: no\)"),
+    ("synchronize", RuntimeError("CUDA error: gone"), r"the GPU failed \(found CUDA error: gone\)"),
+    (
+        "pin",
+        RuntimeError(),
+        r"cuda:0: cannot pin \d+ bytes of host memory \(found cudaError.memory\); lower host_memory_bytes",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "error", "message"), FAILURES)
+def test_failures(packs: Packs, cuda: FakeCuda, name: str, error: Any, message: str) -> None:
+    pack = hybrid_pack.open_pack(packs.pack("nvfp4"))
+    cuda.errors[name] = error
+    with pytest.raises(EnvironmentFailure, match=message):
+        pack.load_rank(0, "cuda", [MAPPED], chunk_bytes=65536, readers=1)
+    assert cuda.pinned == {} and cuda.cleared >= (name == "pin")
+    cuda.errors.clear()
+    assert pack.load_layer(MAPPED, device="cuda").layer == MAPPED
+
+
+def test_not_while_capturing(packs: Packs, cuda: FakeCuda) -> None:
+    cuda.capturing = True
+    with pytest.raises(UsageError, match="cannot be loaded while a CUDA graph is captured"):
+        hybrid_pack.open_pack(packs.pack("nvfp4")).load_layer(MAPPED, device="cuda")
