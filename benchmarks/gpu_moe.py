@@ -33,7 +33,7 @@ from hybrid_pack.runtime.timing import Arguments, bandwidth, gpu_seconds, graph_
 SIZES = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 8192)
 GOALS = {1: 1.02, 8: 1.02, 64: 1.02, 4096: 1.02}
 """Most that ours may take, as a ratio to direct calls."""
-SWEEP_SIZES = (16, 32, 64, 128, 256, 512)
+SWEEP_SIZES = (16, 64, 128, 256, 512, 1024, 2048, 4096)
 SWEEP_BLOCKS = (8, 32, 64)
 TORCH_SIZES = (1, 8)
 MAX_TOKENS, TOP_K, EXPERTS = 8192, 8, 256

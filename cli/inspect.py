@@ -13,7 +13,9 @@ from hybrid_pack.cli.source import local_source
 @click.command()
 @click.argument("path")
 @click.option(
-    "--bit-map", type=click.Path(path_type=Path), help="JSON file with the bit map, for a checkpoint without one."
+    "--bit-map",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="JSON file with the bit map, for a checkpoint without one.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def command(path: str, bit_map: Path | None, as_json: bool) -> None:

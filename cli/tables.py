@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from hybrid_pack.cli.progress import size
 from hybrid_pack.convert import Conversion, Resources
-from hybrid_pack.inspection import Inspection, LayerView, inspect_checkpoint
+from hybrid_pack.inspection import Inspection, LayerView, PackView, inspect_checkpoint
 from hybrid_pack.io.bitmap import spans
 from hybrid_pack.plan import Plan
 from hybrid_pack.schemas.manifest import Report
@@ -49,10 +50,44 @@ def tier_map(layers: Sequence[LayerView], num_experts: int) -> str:
     return "\n".join([f"tier map ({legend}; {SHADES[0]} all tail, {SHADES[4]} all kept)", *lines])
 
 
+def _head(view: Inspection) -> list[Sequence[object]]:
+    """What it is and where; of a pack also who made it."""
+    if view.pack is None:
+        return [(view.kind, view.name), ("folder", view.folder), ("bit map", view.bit_map_from or "none")]
+    tiles = "x".join(map(str, view.topologies[0].tiles or ()))
+    return [
+        (view.kind, view.folder),
+        ("source", view.name),
+        ("made for", f"tp {view.pack.tensor_parallel}, ep {view.pack.expert_parallel}; tiles {tiles}"),
+        ("made by", view.pack.created_by),
+        ("abi", view.pack.abi),
+        ("self digest", view.pack.self_digest),
+    ]
+
+
+def _topology_rows(view: Inspection) -> list[Sequence[object]]:
+    rows: list[Sequence[object]] = [("tp", "kept/rank", "tail/rank", "experts/rank", "tiles or reason")]
+    for t in view.topologies:
+        if t.kept_bytes is None or t.tail_bytes is None:
+            rows.append((t.tp, "-", "-", "-", t.why_not or ""))
+        else:
+            tiles = "x".join(map(str, t.tiles or ()))
+            rows.append((t.tp, size(t.kept_bytes), size(t.tail_bytes), size(t.kept_bytes + t.tail_bytes), tiles))
+    return rows
+
+
+def _pack_rows(pack: PackView) -> list[Sequence[object]]:
+    """Sizes of all ranks; neighbours of equal sizes share a row."""
+    rows: list[Sequence[object]] = [("rank", "kept/rank", "tail/rank", "experts/rank")]
+    for sizes, ranks in groupby(pack.ranks, key=lambda r: (r.kept_bytes, r.tail_bytes)):
+        rows.append((spans(r.rank for r in ranks), *map(size, (*sizes, sum(sizes)))))
+    return rows
+
+
 def inspection_text(view: Inspection, *, with_map: bool = True) -> str:
     """The whole of ``inspect``."""
     rows: list[Sequence[object]] = [
-        (view.kind, view.name),
+        *_head(view),
         ("model", f"{view.model_type}, activation {view.activation}"),
         (
             "geometry",
@@ -64,15 +99,7 @@ def inspection_text(view: Inspection, *, with_map: bool = True) -> str:
         ("base matrices", view.base_dialect),
         ("size", size(view.file_bytes)),
     ]
-    parts = [table(rows, "")]
-    sizes: list[Sequence[object]] = [("tp", "kept/rank", "tail/rank", "experts/rank", "tiles or reason")]
-    for t in view.topologies:
-        if t.kept_bytes is None or t.tail_bytes is None:
-            sizes.append((t.tp, "-", "-", "-", t.why_not or ""))
-        else:
-            tiles = "x".join(map(str, t.tiles or ()))
-            sizes.append((t.tp, size(t.kept_bytes), size(t.tail_bytes), size(t.kept_bytes + t.tail_bytes), tiles))
-    parts.append(table(sizes))
+    parts = [table(rows, ""), table(_topology_rows(view) if view.pack is None else _pack_rows(view.pack))]
     if view.kind == "checkpoint":
         legal = (
             f"legal sizes: tp {', '.join(map(str, view.legal_tp)) or 'none'}; ep {', '.join(map(str, view.legal_ep))}"
@@ -80,7 +107,10 @@ def inspection_text(view: Inspection, *, with_map: bool = True) -> str:
         parts.append(legal)
     if with_map and view.layers:
         parts.append(tier_map(view.layers, view.num_experts))
-    parts += [f"note: {note}" for note in view.notes]
+    if view.pack is None:
+        parts += [f"note: {note}" for note in view.notes]
+    elif view.pack.declared:
+        parts.append("\n".join(f"by the report: {line}" for line in view.pack.declared))
     return "\n\n".join(parts)
 
 

@@ -15,8 +15,12 @@ from hybrid_pack.cli.source import local_source
 @click.command()
 @click.argument("pack", type=click.Path(path_type=Path))
 @click.option("--source", help="The checkpoint it was made from, folder or Hub id: decode every expert and compare.")
-@click.option("--bit-map", type=click.Path(path_type=Path), help="JSON file with the bit map, as given to convert.")
-@click.option("--quick", is_flag=True, help="Structure only, no payload digests.")
+@click.option(
+    "--bit-map",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="JSON file with the bit map, as given to convert.",
+)
+@click.option("--quick", is_flag=True, help="Structure only: no payload is read, of the pack or of the source.")
 @click.option("--rank", type=int, help="Only this rank's shards.")
 @click.option("--layers", type=LAYERS, help="Only these layers' shards, such as 3-5,78.")
 @click.option("--workers", type=int, help="Threads; by default one a core.")
@@ -35,14 +39,16 @@ def command(
 ) -> int:
     """Prove a pack: structure, every digest and, with --source, every expert against the checkpoint.
 
-    Exit code 0 if nothing is wrong, 1 if something is.
+    Exit code 0 if nothing is wrong, 1 if something is, 3 if nothing is but files could not be read.
     """
     from hybrid_pack.io.checkpoint import Checkpoint, open_checkpoint
     from hybrid_pack.verify import verify_pack
 
+    if bit_map is not None and source is None:
+        raise click.UsageError("--bit-map is the source's: give --source too", ctx)
     checkpoint: Checkpoint | Path | None = None
     if source is not None:
-        checkpoint, name = local_source(source)
+        checkpoint, name = local_source(source, headers_only=quick)
         if bit_map is not None:  # without one, verify takes the pack's own for a source that has none
             checkpoint = open_checkpoint(checkpoint, bit_map_file=bit_map, name=name)
     with ByteProgress("verify", quiet=as_json) as progress:
@@ -57,13 +63,22 @@ def command(
             click.echo(f"  checked      {check.name}: {check.count:,} {check.unit}{read}")
         for left in report.not_checked:
             click.echo(f"  not checked  {left.what}: {left.why}")
+        for line in report.declared:
+            click.echo(f"  by the report: {line}")
+        for unread in report.unread:
+            click.echo(f"  UNREAD       {unread}")
         for finding in report.findings:
             click.echo(f"  WRONG        {finding}")
         if report.findings_total > len(report.findings):
             click.echo(f"  ... and {report.findings_total - len(report.findings)} more")
     if not report.ok:
-        click.echo(f"hybrid-pack: {pack}: {report.findings_total} finding(s); first: {report.findings[0]}", err=True)
-        return 1
+        parts = []
+        if report.findings:
+            parts.append(f"{report.findings_total} finding(s); first: {report.findings[0]}")
+        if report.unread:
+            parts.append(f"{len(report.unread)} file(s) could not be read; first: {report.unread[0]}")
+        click.echo(f"hybrid-pack: {pack}: {'; '.join(parts)}", err=True)
+        return report.exit_code
     if not as_json:
         click.echo(f"{pack}: nothing wrong found in {report.seconds:.1f} s")
     return 0

@@ -7,7 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from hybrid_pack.errors import EnvironmentFailure, HybridPackError, UsageError
+from hybrid_pack.errors import DataError, EnvironmentFailure, HybridPackError, UsageError
+from hybrid_pack.io.config import read_document
+from hybrid_pack.io.shards import INDEX, SINGLE
 
 SMALL_FILES = (
     "*.json",
@@ -33,6 +35,7 @@ def _errors(where: str) -> Iterator[None]:
         GatedRepoError,
         HFValidationError,
         LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -51,11 +54,11 @@ def _errors(where: str) -> Iterator[None]:
         ) from None
     except RevisionNotFoundError:
         raise UsageError("no such revision", where=where) from None
-    except LocalEntryNotFoundError:
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
         raise EnvironmentFailure(
-            "not in the local cache, and the Hub cannot be reached",
+            "neither a local folder nor reachable on the Hub, and not whole in the local cache",
             where=where,
-            hint="check the network and HF_HUB_OFFLINE",
+            hint="check the path; if it is a Hub id, the network and HF_HUB_OFFLINE",
         ) from None
     except HybridPackError:
         raise
@@ -83,10 +86,35 @@ def fetch_checkpoint(repo_id: str, revision: str | None = None) -> Path:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(WANTED)))
 
 
+def _whole(snapshot: Path) -> bool:
+    """Whether a snapshot has a config and every shard its index names."""
+    if not (snapshot / "config.json").is_file():
+        return False
+    if not (snapshot / INDEX).is_file():
+        return (snapshot / SINGLE).is_file() or len(list(snapshot.glob("*.safetensors"))) == 1
+    try:
+        weight_map = read_document(snapshot / INDEX)[0].get("weight_map")
+    except (DataError, EnvironmentFailure):
+        return False
+    return isinstance(weight_map, dict) and all((snapshot / str(name)).is_file() for name in set(weight_map.values()))
+
+
+def _cached(repo_id: str, revision: str | None) -> Path | None:
+    """The snapshot in the local cache if it is whole, without asking the Hub."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(repo_id, revision=revision, allow_patterns=list(WANTED), local_files_only=True)
+    except Exception:  # whatever it is, the Hub is asked next and says it better
+        return None
+    return Path(found) if _whole(Path(found)) else None
+
+
 def fetch_headers(repo_id: str, revision: str | None, folder: Path) -> None:
     """Bring a checkpoint's small files, and of its shards only the headers.
 
-    Shards become sparse files of their true size with nothing but the header, so that whatever reads headers works.
+    A snapshot that is whole in the local cache is used as it is, and the Hub is not asked. Otherwise shards become
+    sparse files of their true size with nothing but the header, so that whatever reads headers works.
 
     Args:
         repo_id: ``org/name``.
@@ -100,9 +128,12 @@ def fetch_headers(repo_id: str, revision: str | None, folder: Path) -> None:
     from huggingface_hub import HfFileSystem, snapshot_download
 
     with _errors(_where(repo_id, revision)):
-        snapshot = Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(SMALL_FILES)))
+        cached = _cached(repo_id, revision)
+        snapshot = cached or Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(SMALL_FILES)))
         for path in snapshot.iterdir():
             (folder / path.name).symlink_to(path.resolve())
+        if cached is not None:
+            return
         files = HfFileSystem()
         root = f"{repo_id}@{snapshot.name}"
         sizes = {entry["name"].rsplit("/", 1)[1]: entry["size"] for entry in files.ls(root, detail=True)}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_pack.errors import UsageError
+from hybrid_pack.errors import DataError, UsageError
+from hybrid_pack.io.bitmap import find_bit_map, parse_bit_map
 from hybrid_pack.io.checkpoint import Checkpoint, Layer, open_checkpoint
-from hybrid_pack.io.config import read_document
-from hybrid_pack.io.manifest import MANIFEST, expected_tensors, read_manifest, topology_of
-from hybrid_pack.io.shards import Located
+from hybrid_pack.io.config import CONFIG, HF_QUANT_CONFIG, read_document
+from hybrid_pack.io.declared import declared
+from hybrid_pack.io.manifest import MANIFEST, STATE, expected_tensors, read_manifest, topology_of
+from hybrid_pack.io.shards import INDEX, Located
 from hybrid_pack.plan import SCALE_FORMATS, make_plan
 from hybrid_pack.schemas.manifest import Manifest
 from hybrid_pack.sharding import Topology, legal_ep, legal_tp, tiles_for, why_not_tp
@@ -60,11 +63,50 @@ class TopologyView:
 
 
 @dataclass(frozen=True)
+class RankView:
+    """Expert bytes of a rank of a pack.
+
+    Attributes:
+        rank: The rank.
+        kept_bytes: In the kept tier.
+        tail_bytes: In the tail.
+    """
+
+    rank: int
+    kept_bytes: int
+    tail_bytes: int
+
+
+@dataclass(frozen=True)
+class PackView:
+    """What only a pack has.
+
+    Attributes:
+        tensor_parallel: It was made for.
+        expert_parallel: Likewise.
+        ranks: Expert bytes of every rank.
+        created_by: Tool and version.
+        abi: Id of its byte rules.
+        self_digest: Of its manifest.
+        declared: In what it differs from its source by its own manifest's report.
+    """
+
+    tensor_parallel: int
+    expert_parallel: int
+    ranks: tuple[RankView, ...]
+    created_by: str
+    abi: str
+    self_digest: str
+    declared: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Inspection:
     """Everything ``hybrid-pack inspect`` shows.
 
     Attributes:
         kind: ``checkpoint`` or ``pack``.
+        folder: Where it is: a folder, or a Hub id.
         name: Of the source.
         model_type: As in config.json.
         hidden: H.
@@ -81,9 +123,12 @@ class Inspection:
         legal_tp: Legal tensor-parallel sizes.
         legal_ep: Legal expert-parallel sizes.
         notes: Oddities.
+        bit_map_from: The document the tiers are from; None where no bit map is known and the stored formats tell.
+        pack: What only a pack has; None for a checkpoint.
     """
 
     kind: str
+    folder: str
     name: str
     model_type: str
     hidden: int
@@ -100,6 +145,8 @@ class Inspection:
     legal_tp: tuple[int, ...]
     legal_ep: tuple[int, ...]
     notes: tuple[str, ...]
+    bit_map_from: str | None
+    pack: PackView | None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -144,16 +191,43 @@ def _layer_view(layer: Layer) -> LayerView:
     return LayerView(layer.index, layer.kept, layer.tail, KEPT_NAMES[SCALE_FORMATS[layer.kept_format]], layer.mapped)
 
 
-def inspect_checkpoint(source: Checkpoint) -> Inspection:
-    """Describe an opened checkpoint."""
+def _origin(source: Checkpoint, bit_map_file: Path | None) -> str | None:
+    """Which document an opened checkpoint's bit map is from."""
+    if source.config.bit_map is None:
+        return None
+    if bit_map_file is not None:
+        return f"--bit-map {bit_map_file}"
+    for name in (CONFIG, HF_QUANT_CONFIG):
+        if not (source.root / name).is_file():
+            continue
+        document = source.config.raw if name == CONFIG else read_document(source.root / name)[0]
+        raw = find_bit_map(document)
+        if raw is not None and parse_bit_map(raw, name) == source.config.bit_map:
+            block = document.get("quantization_config")
+            return f"{name} quantization_config" if isinstance(block, Mapping) and raw in block.values() else name
+    return "--bit-map"  # the caller had one
+
+
+def inspect_checkpoint(
+    source: Checkpoint, *, bit_map_file: Path | None = None, folder: str | None = None
+) -> Inspection:
+    """Describe an opened checkpoint.
+
+    Args:
+        source: The checkpoint.
+        bit_map_file: The map it was opened with, if it was one of its own.
+        folder: Where it is, to be shown; by default its folder.
+    """
     formats = Counter(
         expert.gate.format.name.upper() + (" (scale * 16)" if expert.gate.format.scale_times_16 else "")
         for layer in source.layers.values()
         for expert in layer.experts.values()
     )
-    config = source.config
+    config, origin = source.config, _origin(source, bit_map_file)
+    no_map = () if origin else ("there is no bit map: tiers are as the experts are stored; convert needs a --bit-map",)
     return Inspection(
         kind="checkpoint",
+        folder=folder or str(source.root),
         name=source.name,
         model_type=config.model_type,
         hidden=source.hidden,
@@ -169,7 +243,9 @@ def inspect_checkpoint(source: Checkpoint) -> Inspection:
         topologies=tuple(_topology(source, tp) for tp in TP_SHOWN),
         legal_tp=tuple(legal_tp(source.hidden, source.intermediate)),
         legal_ep=tuple(legal_ep(config.num_experts)),
-        notes=source.notes,
+        notes=(*no_map, *source.notes),
+        bit_map_from=origin,
+        pack=None,
     )
 
 
@@ -181,8 +257,12 @@ def _rank_bytes(manifest: Manifest, rank: int) -> dict[str, int]:
     return totals
 
 
-def inspect_pack(root: Path) -> Inspection:
+def inspect_pack(root: Path, *, folder: str | None = None) -> Inspection:
     """Describe a pack from its manifest and base headers.
+
+    Args:
+        root: The pack.
+        folder: Where it is, to be shown; by default its folder.
 
     Raises:
         DataError: The manifest or a base file's header is not right.
@@ -199,13 +279,17 @@ def inspect_pack(root: Path) -> Inspection:
         for f in manifest.base.files
         for t in read_header(root / f.path).tensors.values()
     }
-    rank = _rank_bytes(manifest, 0)
+    ranks = tuple(
+        RankView(rank, *(_rank_bytes(manifest, rank)[tier] for tier in ("kept", "tail")))
+        for rank in range(topology.ranks)
+    )
     formats = Counter[str]()
     for tiers in manifest.layers.values():
         formats[KEPT_NAMES[tiers.kept_scale_format]] += len(tiers.kept)
         formats["NF3"] += len(tiers.tail)
     return Inspection(
         kind="pack",
+        folder=folder or str(root),
         name=manifest.source.name,
         model_type=str(decoder.get("model_type", "unknown")),
         hidden=geometry.hidden_size,
@@ -222,22 +306,59 @@ def inspect_pack(root: Path) -> Inspection:
         base_dialect=_base_dialect({n: (t.header.dtype, t.header.shape) for n, t in base.items()}),
         file_bytes=sum(s.bytes for s in manifest.shards)
         + sum(f.bytes for f in (*manifest.base.files, *manifest.files)),
-        topologies=(TopologyView(topology.tensor_parallel, None, layout.tiles, rank["kept"], rank["tail"]),),
+        topologies=(
+            TopologyView(
+                topology.tensor_parallel, None, layout.tiles, max(r.kept_bytes for r in ranks),
+                max(r.tail_bytes for r in ranks),
+            ),
+        ),  # fmt: skip
         legal_tp=(topology.tensor_parallel,),
         legal_ep=(topology.expert_parallel,),
         notes=manifest.report.notes,
+        bit_map_from=MANIFEST,
+        pack=PackView(
+            tensor_parallel=topology.tensor_parallel,
+            expert_parallel=topology.expert_parallel,
+            ranks=ranks,
+            created_by=f"{manifest.created_by.tool} {manifest.created_by.version}",
+            abi=layout.abi,
+            self_digest=manifest.self_digest,
+            declared=declared(manifest.report),
+        ),
     )
 
 
-def inspect_path(path: Path, *, bit_map_file: Path | None = None, name: str | None = None) -> Inspection:
+def inspect_path(
+    path: str | os.PathLike[str], *, bit_map_file: str | os.PathLike[str] | None = None, name: str | None = None
+) -> Inspection:
     """Describe a folder, whichever it is.
 
+    Args:
+        path: The folder of a checkpoint or a pack.
+        bit_map_file: A bit map that replaces the checkpoint's own; a pack takes none.
+        name: Hub id it was fetched by, if it was.
+
     Raises:
-        UsageError: Not a folder.
+        UsageError: Not a folder, or a bit map for a pack.
         DataError: Neither a checkpoint nor a pack that is right.
     """
-    if not path.is_dir():
-        raise UsageError("not a folder", where=path, expected="a checkpoint or a pack")
-    if (path / MANIFEST).exists():
-        return inspect_pack(path)
-    return inspect_checkpoint(open_checkpoint(path, bit_map_file=bit_map_file, name=name, require_map=False))
+    root = Path(path)
+    if not root.is_dir():
+        problem = "not a folder" if root.exists() else "no such folder"
+        raise UsageError(problem, where=root, expected="a checkpoint or a pack")
+    bit_map = None if bit_map_file is None else Path(bit_map_file)
+    unfinished = (root / STATE).exists()
+    if (root / MANIFEST).exists() or unfinished or (root / "experts").is_dir():
+        if bit_map is not None:
+            raise UsageError("a pack has its own bit map", where="--bit-map", found=f"the pack {root}")
+        if unfinished and not (root / MANIFEST).exists():
+            raise DataError(
+                "an unfinished conversion, or one that is running",
+                where=root,
+                hint="finish it with convert --resume",
+            )
+        return inspect_pack(root, folder=name)
+    if not any((root / document).is_symlink() or (root / document).exists() for document in (CONFIG, INDEX)):
+        raise DataError(f"neither a checkpoint nor a pack: it has no {CONFIG} and no {MANIFEST}", where=root)
+    opened = open_checkpoint(root, bit_map_file=bit_map, name=name, require_map=False)
+    return inspect_checkpoint(opened, bit_map_file=bit_map, folder=name)

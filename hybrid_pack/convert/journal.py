@@ -3,7 +3,8 @@
 Lines of JSON are added to ``hybrid_pack.state.partial``, never changed; a torn line is as if it had not been written:
 
 ==============================  ================================================================================
-``{"begin": fingerprint}``      a conversion of this source and options starts from nothing
+``{"begin": fingerprint}``      a conversion of this source and options starts from nothing; with ``"manifest"``, the
+                                text of one, it repairs that finished pack: all its files count as recorded
 ``{"path": ..., ...}``          this file is whole. The line is durable before the file gets its name
 ``{"forget": path}``            that file is not there after all. Durable before it is written anew
 ``{"clear": [paths]}``          these files are being removed, whoever comes next goes on with that
@@ -30,59 +31,56 @@ Record = dict[str, Any]
 """``path``, ``bytes``, ``digest`` and what the manifest needs besides."""
 
 
-class Journal:
-    """An open, locked journal.
+def manifest_records(text: str) -> dict[str, Record]:
+    """Records of all files a manifest lists; counts are left out, the manifest has them in all."""
+    document = json.loads(text)
+    records = {
+        shard["path"]: {
+            "path": shard["path"],
+            "bytes": shard["bytes"],
+            "digest": shard["digest"],
+            "tensors": {name: tensor["digest"] for name, tensor in shard["tensors"].items()},
+        }
+        for shard in document["shards"]
+    }
+    return records | {f["path"]: f for f in (*document["base"]["files"], *document["files"])}
+
+
+class State:
+    """What a journal says.
 
     Attributes:
         fingerprint: Of the run that began it; None if none did.
         records: By path.
         clearing: Paths whose removal was begun and not ended; None where there is nothing to remove.
+        manifest: Text of the manifest of the finished pack that is being repaired; None where none is.
     """
 
-    def __init__(self, root: Path) -> None:
-        """Open or create the journal of an output folder and lock it.
-
-        Raises:
-            UsageError: Another conversion is writing there.
-        """
-        self.path = root / STATE
-        self._lock = threading.Lock()
-        while True:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(self._fd)
-                raise UsageError(
-                    "another conversion is writing here", where=root, hint="wait for it, or choose another --out"
-                ) from None
-            with contextlib.suppress(FileNotFoundError):
-                if self.path.stat().st_ino == os.fstat(self._fd).st_ino:
-                    break
-            os.close(self._fd)  # the other finished and removed it between our open and our lock
+    def __init__(self) -> None:
+        """Nothing was begun."""
         self.fingerprint: Record | None = None
         self.records: dict[str, Record] = {}
         self.clearing: frozenset[str] | None = None
-        self._load()
+        self.manifest: str | None = None
 
     @property
-    def begun(self) -> bool:
-        """Whether it holds anything that a later run must know."""
-        return self.fingerprint is not None or self.clearing is not None
+    def holds_work(self) -> bool:
+        """Whether a later run has something to go on with: a finished file, or a removal that was not ended."""
+        return bool(self.records) or self.clearing is not None or self.manifest is not None
 
-    def _load(self) -> None:
+    def load(self, fd: int) -> tuple[int, int]:
+        """Carry out all lines of a file; (bytes up to a torn one, bytes in all)."""
         text = b""
-        while chunk := os.read(self._fd, 1 << 20):
+        while chunk := os.read(fd, 1 << 20):
             text += chunk
         whole = 0
         for line in text.splitlines(keepends=True):
-            if not self._take(line):
+            if not self.take(line):
                 break
             whole += len(line)
-        if whole != len(text):
-            os.ftruncate(self._fd, whole)
+        return whole, len(text)
 
-    def _take(self, text: bytes) -> bool:
+    def take(self, text: bytes) -> bool:
         """Carry out one line; false if it is torn."""
         try:
             line = json.loads(text) if text.endswith(b"\n") else None
@@ -91,9 +89,12 @@ class Journal:
         if not isinstance(line, dict):
             return False
         if "begin" in line:
-            self.fingerprint, self.records, self.clearing = line["begin"], {}, None
+            self.manifest = line.get("manifest")
+            records = {} if self.manifest is None else manifest_records(self.manifest)
+            self.fingerprint, self.records, self.clearing = line["begin"], records, None
         elif "clear" in line:
             self.fingerprint, self.records, self.clearing = None, {}, frozenset(line["clear"])
+            self.manifest = None
         elif "forget" in line:
             self.records.pop(line["forget"], None)
         elif "path" in line:
@@ -102,9 +103,63 @@ class Journal:
             return False
         return True
 
-    def begin(self, fingerprint: Record) -> None:
-        """Start over for a source and options."""
-        self._append({"begin": fingerprint})
+
+def _lock(fd: int, root: Path, kind: int) -> None:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise UsageError(
+            "another conversion is writing here", where=root, hint="wait for it, or choose another --out"
+        ) from None
+
+
+def peek(root: Path) -> State:
+    """What the journal of an output folder says, if there is one; nothing is written.
+
+    Raises:
+        UsageError: Another conversion is writing there.
+    """
+    state = State()
+    try:
+        fd = os.open(root / STATE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return state
+    _lock(fd, root, fcntl.LOCK_SH)
+    try:
+        state.load(fd)
+    finally:
+        os.close(fd)
+    return state
+
+
+class Journal(State):
+    """An open, locked journal."""
+
+    def __init__(self, root: Path) -> None:
+        """Open or create the journal of an output folder and lock it.
+
+        Raises:
+            UsageError: Another conversion is writing there.
+        """
+        super().__init__()
+        self.path = root / STATE
+        self._writing = threading.Lock()
+        while True:
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            _lock(self._fd, root, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if self.path.stat().st_ino == os.fstat(self._fd).st_ino:
+                    break
+            os.close(self._fd)  # the other finished and removed it between our open and our lock
+        self.removed = False
+        whole, size = self.load(self._fd)
+        if whole != size:
+            os.ftruncate(self._fd, whole)
+
+    def begin(self, fingerprint: Record, manifest: str | None = None) -> None:
+        """Start over for a source and options, or start to repair the finished pack of a manifest."""
+        self._append({"begin": fingerprint} if manifest is None else {"begin": fingerprint, "manifest": manifest})
         fsync_folder(self.path.parent)
 
     def clear(self, paths: Iterable[str]) -> None:
@@ -123,7 +178,7 @@ class Journal:
 
     def _append(self, line: Record) -> None:
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
-        with self._lock:
+        with self._writing:
             end = os.lseek(self._fd, 0, os.SEEK_END)
             try:
                 left = memoryview(data)
@@ -134,11 +189,12 @@ class Journal:
                 with contextlib.suppress(OSError):  # other threads may still add lines: no torn one before theirs
                     os.ftruncate(self._fd, end)
                 raise
-            self._take(data)
+            self.take(data)
 
     def remove(self) -> None:
-        """Remove the journal: the conversion is complete, or nothing was begun."""
+        """Remove the journal: the conversion is complete, or no file was finished."""
         self.path.unlink(missing_ok=True)
+        self.removed = True
         fsync_folder(self.path.parent)
 
     def close(self) -> None:

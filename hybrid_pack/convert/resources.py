@@ -11,9 +11,8 @@ from hybrid_pack.convert.base import CHUNK_BYTES
 from hybrid_pack.errors import EnvironmentFailure, UsageError
 from hybrid_pack.plan import Plan
 
-PROCESS_BYTES = 300 << 20
-"""Python, numpy, numba and the plan itself; measured 210 MiB at GLM-5.2 size, with room."""
-
+PROCESS_BYTES = 180 << 20
+"""Python, numpy, numba and the plan itself; measured 170 MiB at GLM-5.2 size, with room."""
 
 MAX_WORKERS = 1024
 
@@ -36,11 +35,15 @@ class Resources:
 
 
 def _worker_bytes(plan: Plan) -> int:
-    """One worker's buffers: an expert as stored and, at most as large, its packed rows; or a piece of a base file."""
-    return max(2 * plan.expert_bytes, CHUNK_BYTES)
+    """One worker's buffers: an expert as stored and its packed rows for one rank; or a piece of a base file."""
+    packed = max(
+        sum(t.row_bytes for t in shard.tensors if t.tier == tier) for shard in plan.shards for tier in ("kept", "tail")
+    )
+    return max(plan.expert_bytes + packed, CHUNK_BYTES)
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that is there."""
     while not path.exists():
         path = path.parent
     return path
@@ -77,21 +80,46 @@ def resources(plan: Plan, out: Path, workers: int | None = None, max_ram: int | 
                 found=f"{max_ram / 2**20:.0f} MiB",
             )
         wanted = min(wanted, fitting)
-    return Resources(wanted, PROCESS_BYTES + wanted * each, plan.nbytes, shutil.disk_usage(_existing(out)).free)
+    return Resources(wanted, PROCESS_BYTES + wanted * each, plan.nbytes, shutil.disk_usage(existing(out)).free)
 
 
-def require_disk(needed: int, out: Path) -> None:
+@dataclass(frozen=True)
+class Space:
+    """Room on the disk of the output.
+
+    Attributes:
+        needed: Bytes that will be written.
+        reclaimed: Bytes there now that will be removed first.
+        free: Bytes free.
+    """
+
+    needed: int
+    reclaimed: int
+    free: int
+
+    @property
+    def enough(self) -> bool:
+        """Whether the conversion fits."""
+        return self.needed <= self.free + self.reclaimed
+
+
+def require_disk(space: Space, out: Path, *, kept: bool) -> None:
     """Refuse a conversion the disk cannot hold, before it starts.
+
+    Args:
+        space: Needed and free.
+        out: Where.
+        kept: Whether files of an earlier run are kept.
 
     Raises:
         EnvironmentFailure: Too little is free.
     """
-    free = shutil.disk_usage(_existing(out)).free
-    if needed > free:
+    if not space.enough:
+        more = f" and {space.reclaimed:,} to be removed first" if space.reclaimed else ""
         raise EnvironmentFailure(
             "not enough disk space",
             where=out,
-            expected=f"{needed:,} bytes",
-            found=f"{free:,} free",
-            hint="free some, or choose another --out; finished files are kept for --resume",
+            expected=f"{space.needed:,} bytes",
+            found=f"{space.free:,} free{more}",
+            hint="free some, or choose another --out" + ("; finished files are kept for --resume" if kept else ""),
         )

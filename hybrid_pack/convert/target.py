@@ -1,27 +1,17 @@
-"""The output folder: who may write there, what of it is done, what is in the way."""
+"""The output folder: who may write there, what is in the way."""
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hybrid_pack.convert.journal import STATE, Journal
+from hybrid_pack.convert.journal import STATE, State
 from hybrid_pack.errors import DataError, UsageError
 from hybrid_pack.io.config import CONFIG
 from hybrid_pack.io.digest import blake3_digest
-from hybrid_pack.io.manifest import BASE_INDEX, MANIFEST, README, read_manifest
-from hybrid_pack.io.output import PARTIAL, fsync_folder
+from hybrid_pack.io.manifest import MANIFEST, README, read_manifest
 from hybrid_pack.plan import Plan
 from hybrid_pack.schemas.manifest import Manifest
-
-_OURS = re.compile(
-    r"experts/tp\d+-ep\d+/rank-\d+/layer-\d+\.safetensors|model-\d{5}-of-\d{5}\.safetensors"
-    rf"|{re.escape(MANIFEST)}|{re.escape(BASE_INDEX)}|config\.json"
-)
-
 
 def _inside(path: Path, folder: Path) -> bool:
     return path == folder or folder in path.parents
@@ -60,7 +50,7 @@ def matches_manifest(manifest: Manifest, fingerprint: dict[str, Any], plan: Plan
     }
     for key, value in theirs.items():
         if value != fingerprint[key]:
-            return f"{key} is {value}, now {fingerprint[key]}"
+            return f"{key} was {value}, now {fingerprint[key]}"
     files = [(f.path, f.bytes, f.digest) for f in manifest.source.files]
     if files != [(plan.source.file_name(f), f.nbytes, f.digest) for f in plan.source.shards.files]:
         return "the source's safetensors files have changed"
@@ -68,15 +58,16 @@ def matches_manifest(manifest: Manifest, fingerprint: dict[str, Any], plan: Plan
     if config != blake3_digest(plan.written[CONFIG]):
         return "the bit map has changed"
     if manifest.report.experts_requantized and fingerprint["on_scale_mismatch"] == "refuse":
-        return "on_scale_mismatch is requantize, now refuse"
+        return "on_scale_mismatch was requantize, now refuse"
     return None
 
 
-def _incomplete(out: Path, manifest: Manifest) -> str | None:
-    """A file that a finished pack has lost, by its size alone, or None."""
-    sizes = {s.path: s.bytes for s in manifest.shards}
-    sizes |= {f.path: f.bytes for f in (*manifest.base.files, *manifest.files)}
-    return next((path for path, nbytes in sizes.items() if not _is_whole(out / path, nbytes)), None)
+def _no_pack(out: Path, present: list[str], problem: str) -> UsageError:
+    """A folder with neither manifest nor journal is refused; one that may have lost its manifest gets its own hint."""
+    lost = f"if it was a pack, put its {MANIFEST} back and use --resume; else " if "experts" in present else ""
+    return UsageError(
+        problem, where=out, found=f"{present[0]} among {len(present)} entries", hint=f"{lost}choose another --out"
+    )
 
 
 def existing_pack(
@@ -92,34 +83,22 @@ def existing_pack(
             raise UsageError("in the way of the output", where=out, expected="a folder or nothing")
         return None
     present = _entries(out)
+    nothing = MANIFEST not in present and STATE not in present
     if not present or overwrite:
-        foreign = present and MANIFEST not in present and STATE not in present
-        if foreign:
-            raise UsageError(
-                "not a pack, so --overwrite will not touch it",
-                where=out,
-                found=f"{present[0]} among {len(present)} entries",
-            )
+        if present and nothing:
+            raise _no_pack(out, present, "not a pack, so --overwrite will not touch it")
         return None
-    if MANIFEST not in present and STATE not in present:
-        raise UsageError(
-            "the output folder is not empty and no pack",
-            where=out,
-            found=f"{present[0]} among {len(present)} entries",
-            hint="choose another --out",
-        )
+    if nothing:
+        raise _no_pack(out, present, "the output folder is not empty and no pack")
     if not resume:
-        what = "a finished pack" if MANIFEST in present else "an unfinished conversion"
-        raise UsageError(
-            f"{what} is already there", where=out, hint="go on with --resume, or start over with --overwrite"
-        )
+        raise _in_the_way(out, finished=MANIFEST in present)
     if MANIFEST not in present:
         return None
     try:
         manifest = read_manifest(out)
     except DataError as error:
         raise UsageError(
-            f"the pack there cannot be resumed: {error}", where=out, hint="start over with --overwrite"
+            f"the pack there cannot be resumed: {error}", where=out, hint="replace it with --overwrite"
         ) from error
     difference = matches_manifest(manifest, fingerprint, plan)
     if difference is not None:
@@ -128,131 +107,33 @@ def existing_pack(
             where=out,
             hint="choose another --out, or --overwrite",
         )
-    lost = _incomplete(out, manifest)
-    if lost is not None:
-        raise UsageError(
-            "the pack there is damaged: a file is missing or of another size",
-            where=out / lost,
-            hint="start over with --overwrite",
-        )
     return manifest
 
 
-def clear(out: Path, plan: Plan, journal: Journal, *, force: bool = False) -> None:
-    """Remove what a conversion wrote there, manifest first, and nothing else.
-
-    Args:
-        out: The pack.
-        plan: What is going to be written there; small files that it will replace are not in the way.
-        journal: Told what is going to be removed, so that an interrupted removal is taken up again.
-        force: Leave files that no conversion wrote where they are, instead of refusing.
-
-    Raises:
-        UsageError: A file that no conversion wrote is among it; nothing was removed.
-    """
-    ours = {*(journal.clearing or ()), *journal.records, *plan.copied, *plan.written}
-    with contextlib.suppress(DataError):
-        ours |= set(read_manifest(out).paths())
-    found: list[Path] = []
-    folders = {out / "experts"}
-    foreign = []
-    for path in sorted(out.rglob("*"), reverse=True):
-        name = path.relative_to(out).as_posix()
-        stem = name.removesuffix(PARTIAL)
-        if path.is_dir() and not path.is_symlink():
-            if name.startswith("experts/"):
-                folders.add(path)
-        elif name in (STATE, README) or name.startswith("."):
-            continue
-        elif stem in ours or _OURS.fullmatch(stem):
-            found.append(path)
-            folders.update(out / parent for parent in path.relative_to(out).parents[:-1])
-        else:
-            foreign.append(name)
-    if foreign and not force:
-        raise UsageError(
-            "files no conversion wrote are in the way", where=out, found=", ".join(foreign[:3]), hint="move them away"
-        )
-    journal.clear(ours)
-    (out / MANIFEST).unlink(missing_ok=True)
-    fsync_folder(out)
-    for path in found:
-        path.unlink(missing_ok=True)
-    for folder in sorted(folders, reverse=True):
-        with contextlib.suppress(OSError):
-            folder.rmdir()
+def _in_the_way(out: Path, *, finished: bool) -> UsageError:
+    if finished:
+        what, hint = "a finished pack", "check and repair it with --resume, or replace it with --overwrite"
+    else:
+        what, hint = "an unfinished conversion", "go on with --resume, or start over with --overwrite"
+    return UsageError(f"{what} is already there", where=out, hint=hint)
 
 
-def begin(
-    out: Path, plan: Plan, journal: Journal, fingerprint: dict[str, Any], *, resume: bool, overwrite: bool
-) -> None:
-    """Start a journal, or take up one of the same source and options.
+def check_state(out: Path, state: State, fingerprint: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
+    """Hold a journal against the source and the options.
 
     Raises:
-        UsageError: The journal is of another source or other options.
+        UsageError: It is of another source or other options.
     """
-    if overwrite or journal.clearing is not None:
-        clear(out, plan, journal)
-    if overwrite or journal.fingerprint is None:
-        journal.begin(fingerprint)
+    if overwrite or state.fingerprint is None:
         return
     if not resume:
-        raise UsageError(
-            "an unfinished conversion is already there",
-            where=out,
-            hint="go on with --resume, or start over with --overwrite",
-        )
-    for key in fingerprint:
-        theirs = journal.fingerprint.get(key)
-        if theirs != fingerprint[key]:
+        raise _in_the_way(out, finished=False)
+    for key, ours in fingerprint.items():
+        theirs = state.fingerprint.get(key)
+        if theirs != ours and not (key == "source_times" and state.manifest is not None):  # there digests decide
             raise UsageError(
-                f"the unfinished conversion there is of another source or other options: {key}",
+                f"the unfinished conversion there is of another source or other options: {key} was {theirs}, "
+                f"now {ours}",
                 where=out,
-                expected=fingerprint[key],
-                found=theirs,
                 hint="give the same options and source, or start over with --overwrite",
             )
-
-
-def is_done(out: Path, journal: Journal, path: str) -> bool:
-    """Whether a file is whole. One that was recorded but not yet renamed gets its name now.
-
-    Raises:
-        UsageError: A symbolic link is where a folder should be.
-    """
-    final = out / path
-    _refuse_links(out, final.parent)
-    record = journal.records.get(path)
-    if record is None:
-        return False
-    partial = final.with_name(final.name + PARTIAL)
-    if not final.exists() and _is_whole(partial, record["bytes"]):
-        partial.replace(final)
-        fsync_folder(final.parent)
-    if _is_whole(final, record["bytes"]):
-        return True
-    journal.forget(path)
-    return False
-
-
-def _is_whole(path: Path, nbytes: int) -> bool:
-    return path.is_file() and not path.is_symlink() and path.stat().st_size == nbytes
-
-
-def _refuse_links(out: Path, folder: Path) -> None:
-    for part in (folder, *folder.parents):
-        if part == out:
-            return
-        if part.is_symlink():
-            raise UsageError(
-                "in the way of the output", where=part, expected="a folder", found="a symbolic link", hint="remove it"
-            )
-
-
-def remove_unfinished(out: Path, paths: Iterable[str]) -> None:
-    """Give back the space of what a killed run left of files that are not done."""
-    for path in paths:
-        final = out / path
-        for left in (final.with_name(final.name + PARTIAL), final):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                left.unlink()

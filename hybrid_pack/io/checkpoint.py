@@ -256,12 +256,13 @@ def _layer(index: int, experts: dict[int, dict[str, _Fields]], config: ModelConf
         if isinstance(result, Unsupported):
             if bits is not None or not result.wide:
                 says = (
-                    "is not in the bit map"
+                    " is not in the bit map;"
                     if bits is None
-                    else f"is {'tail' if bits[expert] == TAIL_BITS else 'kept'} by the bit map"
+                    else f" is {'tail' if bits[expert] == TAIL_BITS else 'kept'} by the bit map;"
                 )
                 raise DataError(
-                    f"layer {index} expert {expert} {says}; its stored format cannot be packed",
+                    f"layer {index} expert {expert}{':' if config.bit_map is None else says} "
+                    "its stored format cannot be packed",
                     found=result.reason,
                     expected="NVFP4, MXFP4 or NF3",
                     hint="this version moves what is stored, it does not quantise",
@@ -272,7 +273,7 @@ def _layer(index: int, experts: dict[int, dict[str, _Fields]], config: ModelConf
         opened[expert], kinds[expert] = result, _tier_of(index, expert, result)
     if wide and opened:
         raise DataError(
-            f"layer {index}, not in the bit map, mixes packed and wide experts",
+            f"layer {index}{'' if config.bit_map is None else ', not in the bit map,'} mixes packed and wide experts",
             expected="all NVFP4/MXFP4 or all BF16/FP8",
             found=f"expert {min(opened)} {kinds[min(opened)]}, expert {min(wide)}: {wide[min(wide)]}",
         )
@@ -286,7 +287,7 @@ def _tiers(
 ) -> Layer:
     for expert, kind in kinds.items():
         tail = bits is not None and bits[expert] == TAIL_BITS
-        if tail != (kind == "nf3"):
+        if tail != (kind == "nf3") and config.bit_map is not None:
             says = "not named by the bit map, so kept" if bits is None else ("tail (3)" if tail else "kept (4)")
             raise DataError(
                 f"layer {index} expert {expert}: the bit map and the stored format disagree",
@@ -351,7 +352,7 @@ def open_checkpoint(
         root: Its folder.
         bit_map_file: A bit map that replaces the checkpoint's own.
         name: Name to remember; by default the Hub id or folder name.
-        require_map: Refuse a checkpoint without a bit map; otherwise all its experts must be NVFP4 or MXFP4.
+        require_map: Refuse a checkpoint without a bit map; otherwise the stored formats alone tell its tiers.
 
     Raises:
         DataError: Any fault of the checkpoint, naming file, tensor, layer and expert.
@@ -380,7 +381,8 @@ def open_checkpoint(
     for index in sorted(grouped):
         result = _layer(index, grouped[index], config)
         if isinstance(result, str):
-            notes.append(f"layer {index} is not in the bit map and not packed ({result}): its experts stay in the base")
+            what = "not packed" if config.bit_map is None else "not in the bit map and not packed"
+            notes.append(f"layer {index} is {what} ({result}): its experts stay in the base")
             others += [at for roles in grouped[index].values() for fields in roles.values() for at in fields.values()]
         else:
             layers[index] = result

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hybrid_pack.errors import DataError, EnvironmentFailure
+from hybrid_pack.errors import DataError, EnvironmentFailure, HybridPackError, UsageError
 from hybrid_pack.io.digest import blake3_digest, shard_digest
 from hybrid_pack.io.safetensors import build_header, parse_json
 from hybrid_pack.layouts.shard import RankGeometry, ShardTensor, shard_path, shard_tensors
@@ -20,6 +20,9 @@ from hybrid_pack.sharding import Topology, tiles_for, why_not_ep, why_not_tp
 MANIFEST = "hybrid_pack.json"
 README = "README.md"
 BASE_INDEX = "model.safetensors.index.json"
+STATE = "hybrid_pack.state.partial"
+"""Journal of an unfinished conversion."""
+
 ROW_TENSORS = ("w13", "w2", "w13_scale", "w2_scale")
 """Tensors (after the tier's name) whose digest is a ``blake3-rows``."""
 
@@ -83,6 +86,7 @@ def read_manifest(root: Path) -> Manifest:
     """The checked manifest of a pack folder.
 
     Raises:
+        UsageError: No such folder.
         DataError: There is none, or it is not right.
         EnvironmentFailure: It cannot be read.
     """
@@ -94,12 +98,29 @@ def read_manifest(root: Path) -> Manifest:
             raise DataError("too large for a manifest", where=path, found=f"{path.stat().st_size} bytes")
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise DataError(
-            "not a pack: it has no manifest", where=path, hint="finish the conversion with --resume"
-        ) from None
+        raise _no_manifest(root) from None
     except OSError as error:
         raise EnvironmentFailure("cannot read", where=path, found=error.strerror) from error
     return decode_manifest(text, path)
+
+
+def _no_manifest(root: Path) -> HybridPackError:
+    """What a folder without a manifest is instead."""
+    if not root.is_dir():
+        return UsageError("not a folder" if root.exists() else "no such folder", where=root, expected="a pack")
+    if (root / STATE).exists():
+        return DataError(
+            "not a pack: it has no manifest", where=root / MANIFEST, hint="finish the conversion with --resume"
+        )
+    if (root / "experts").is_dir():
+        return DataError(
+            "not a pack: it has no manifest",
+            where=root / MANIFEST,
+            hint="finish the conversion with --resume, or download the file if there is one",
+        )
+    if (root / "config.json").exists() and any(root.glob("*.safetensors*")):
+        return DataError("this is a checkpoint, not a pack", where=root, hint="make a pack of it with convert")
+    return DataError("not a pack: it has no manifest", where=root / MANIFEST)
 
 
 def topology_of(manifest: Manifest) -> Topology:

@@ -98,7 +98,8 @@ def stream_shards(
     checked = options.check or CHECK_DEFAULT
     with _opened(root, manifest, entries) as files:
         memory, traffic = _read(files, device, checked, options)
-    layers = [_build(manifest, entry, flat, checked) for entry, flat in zip(entries, memory, strict=True)]
+    with torch.inference_mode(False):  # views made in it are inference tensors to some versions of torch
+        layers = [_build(manifest, entry, flat, checked) for entry, flat in zip(entries, memory, strict=True)]
     return LoadedRank(layers, _report(entries, device.device, checked, True, traffic, began))
 
 

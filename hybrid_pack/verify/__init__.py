@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from hybrid_pack.errors import DataError, UsageError
+from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
 from hybrid_pack.io.checkpoint import Checkpoint
-from hybrid_pack.io.manifest import MANIFEST, README, read_manifest
+from hybrid_pack.io.declared import declared
+from hybrid_pack.io.manifest import MANIFEST, README, STATE, read_manifest
 from hybrid_pack.schemas.manifest import Manifest
 from hybrid_pack.verify.base import check_base, check_config
 from hybrid_pack.verify.digests import check_digests, payload_bytes
@@ -25,16 +27,20 @@ from hybrid_pack.verify.source import (
     open_source,
 )
 from hybrid_pack.verify.tree import Found, check_partial, check_tree, scan
+from hybrid_pack.verify.warmup import compile_kernels
 
 __all__ = ["Check", "Finding", "NotChecked", "Progress", "VerifyReport", "verify_pack"]
 
 RULES = "manifest"
+UNFINISHED = (
+    "not there: an unfinished conversion, or one that is running: finish it with convert --resume"
+)
 
 
 def verify_pack(
-    root: Path,
+    root: str | os.PathLike[str],
     *,
-    source: Checkpoint | Path | None = None,
+    source: Checkpoint | str | os.PathLike[str] | None = None,
     quick: bool = False,
     rank: int | None = None,
     layers: Iterable[int] | None = None,
@@ -46,7 +52,8 @@ def verify_pack(
     Args:
         root: Folder of the pack.
         source: What it was made from, or its folder: every expert of every rank is decoded and compared.
-        quick: Leave out payload digests; the manifest, config.json and index are still read.
+        quick: Structure and identity only: no payload is read, of the pack or of the source. Manifest, config.json,
+            index, headers, expert ids and global scales still are.
         rank: Only this rank's shards, and what all ranks share; other ranks' shards may be missing.
         layers: Only these layers' shards, and what all layers share; other layers' shards may be missing.
         workers: Threads; by default one a usable core.
@@ -57,53 +64,64 @@ def verify_pack(
 
     Raises:
         UsageError: No such folder, rank or layer.
-        EnvironmentFailure: A file or folder cannot be read.
+        EnvironmentFailure: The folder cannot be listed. A file of it that cannot be read is in the report's ``unread``.
     """
-    recorder, pool, watch = Recorder(), Pool(worker_count(workers)), progress or Silent()
+    root = Path(root)
+    recorder, pool, watch = Recorder(root), Pool(worker_count(workers)), progress or Silent()
     if not root.is_dir():
         raise UsageError("no such folder", where=root, hint="give the folder of a pack")
     present = scan(root)
-    check_partial(present, recorder)
-    manifest = _manifest(root, present.get(MANIFEST), recorder)
+    if MANIFEST in present:
+        check_partial(present, recorder)
+    manifest = _manifest(root, present, recorder)
     if manifest is None:
         recorder.skip("everything else", "there is no valid manifest")
         return recorder.report(root)
+    recorder.declared = declared(manifest.report)
     scope = make_scope(manifest, rank, layers)
     _say_what_is_left_out(root, manifest, scope, quick, source is not None, recorder)
-    check_tree(manifest, present, scope, recorder)
+    check_tree(root, manifest, present, scope, recorder)
     check_config(root, manifest, recorder)
     base = check_base(root, manifest, recorder)
     check_shards(root, manifest, scope, pool, recorder)
 
     opened, comparable = None, []
     if source is not None:
-        opened = open_source(root, manifest, source, recorder) if isinstance(source, Path) else source
+        opened = source if isinstance(source, Checkpoint) else open_source(root, manifest, Path(source), recorder)
     if opened is not None:
         check_identity(manifest, opened, recorder)
         comparable = comparable_layers(manifest, opened, scope, recorder)
     elif source is not None:
         recorder.skip("everything against the source", "it could not be opened")
     total = 0 if quick else payload_bytes(manifest, scope)
-    if opened is not None:
+    if opened is not None and not quick:
         total += 2 * sum(at.header.nbytes for at in opened.base) + 2 * source_bytes(opened, comparable)
-    watch.start(total, 0)
+        for line in compile_kernels() if comparable else ():
+            watch.note(line)
+    if total:
+        watch.start(total, 0)
     if not quick:
         check_digests(root, manifest, scope, pool, recorder, watch)
     if opened is not None:
-        check_small_files(root, manifest, opened, recorder)
-        check_base_bytes(opened, base, pool, recorder, watch)
+        check_small_files(root, manifest, opened, recorder, quick=quick)
+        check_base_bytes(manifest, opened, base, pool, recorder, watch, quick=quick)
+    if opened is not None and not quick:
         check_experts(root, manifest, opened, comparable, scope, pool, recorder, watch)
     return recorder.report(root)
 
 
-def _manifest(root: Path, link: Found | None, recorder: Recorder) -> Manifest | None:
+def _manifest(root: Path, present: Mapping[str, Found], recorder: Recorder) -> Manifest | None:
     """The manifest if it is valid, never through a link that leads out."""
+    link = present.get(MANIFEST)
+    if link is None and STATE in present:
+        recorder.find(RULES, MANIFEST, UNFINISHED)
+        return None
     with recorder.checking(RULES, "files") as tally:
         try:
             if link is not None and link.problem:
                 raise DataError(link.problem, where=MANIFEST, found=link.detail)
             manifest = read_manifest(root)
-        except DataError as error:
+        except (DataError, EnvironmentFailure) as error:
             recorder.find_error(RULES, MANIFEST, error)
             return None
         tally.add(1, (root / MANIFEST).stat().st_size)
@@ -122,7 +140,11 @@ def _say_what_is_left_out(
         omitted = ", ".join(map(str, manifest.report.layers_omitted))
         recorder.skip(f"experts of layers {omitted}", "the pack was made without them")
     if quick:
-        recorder.skip("payload digests", "a quick verification was asked for")
+        what = ["payload digests", "scale bytes"]
+        if with_source:
+            what += [f"{kind} against the source" for kind in ("experts", "bytes of base tensors", "bytes of small files")]
+        for left in what:
+            recorder.skip(left, "a quick verification was asked for")
     if not with_source:
         recorder.skip("whether the experts are the source's", "no source was given")
     ignored = sorted(path.name for path in root.iterdir() if path.name == README or path.name.startswith("."))

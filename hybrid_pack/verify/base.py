@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybrid_pack.errors import DataError
+from hybrid_pack.errors import DataError, EnvironmentFailure
 from hybrid_pack.formats.nf3 import DEFAULT_LEVELS
 from hybrid_pack.io.bitmap import KEPT_BITS, KEY, TAIL_BITS, parse_bit_map
 from hybrid_pack.io.config import CONFIG, read_config, read_document
@@ -27,13 +27,14 @@ QUANTIZATION_KEYS = {"quant_method", "manifest", KEY, "source_quantization_confi
 def _read(
     root: Path, manifest: Manifest, name: str, check: str, recorder: Recorder
 ) -> tuple[Mapping[str, Any], int] | None:
-    """A JSON document and its size, its digest checked."""
+    """A JSON document and its size, if its digest is right: what else is wrong with another one, the digest says."""
     if name in recorder.bad_paths:
         return None
     try:
         document, text = read_document(root / name)
-    except DataError as error:
+    except (DataError, EnvironmentFailure) as error:
         recorder.find_error(check, name, error)
+        recorder.tell(name)
         return None
     digest = next(file.digest for file in manifest.files if file.path == name)
     if blake3_digest(text) != digest:
@@ -44,6 +45,8 @@ def _read(
             expected=digest,
             found=blake3_digest(text),
         )
+        recorder.tell(name)
+        return None
     return document, len(text)
 
 
@@ -76,7 +79,7 @@ def check_config(root: Path, manifest: Manifest, recorder: Recorder) -> None:
         try:
             _check_map(manifest, block.get(KEY), recorder)
             _check_sizes(root, manifest, recorder)
-        except DataError as error:
+        except (DataError, EnvironmentFailure) as error:
             recorder.find_error(DOCUMENTS, CONFIG, error)
         source = block.get("source_quantization_config")
         levels = source.get("nf3_levels") if isinstance(source, Mapping) else None
@@ -146,7 +149,7 @@ def check_base(root: Path, manifest: Manifest, recorder: Recorder) -> Mapping[st
                 continue
             try:
                 header = read_header(root / file.path)
-            except DataError as error:
+            except (DataError, EnvironmentFailure) as error:
                 recorder.find_error(BASE, file.path, error)
                 recorder.spoil(file.path)
                 continue

@@ -6,7 +6,7 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from hybrid_pack.errors import DataError
+from hybrid_pack.errors import DataError, EnvironmentFailure
 from hybrid_pack.io.checkpoint import Checkpoint
 from hybrid_pack.io.manifest import MANIFEST
 from hybrid_pack.io.reader import TensorReader
@@ -41,6 +41,10 @@ class _Totals:
         """Compare one expert."""
         try:
             counts = comparison.compare(expert)
+        except EnvironmentFailure as error:
+            self.complete = False
+            self._recorder.cannot_read(EXPERTS, error.where or "", error)
+            return
         except DataError as error:
             self.complete = False
             where = f"layer {comparison.layer} expert {expert}"

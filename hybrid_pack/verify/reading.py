@@ -26,7 +26,7 @@ class PackFile:
     """
 
     def __init__(self, root: Path, name: str) -> None:
-        self.name = name
+        self.name, self._path = name, root / name
         try:
             self._fd = os.open(root / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -46,7 +46,7 @@ class PackFile:
             try:
                 got = os.preadv(self._fd, [view], offset)
             except OSError as error:
-                raise EnvironmentFailure("cannot read", where=self.name, found=error.strerror) from error
+                raise EnvironmentFailure("cannot read", where=self._path, found=error.strerror) from error
             if not got:
                 raise DataError("became shorter while the pack was verified", where=self.name, found=f"{offset} bytes")
             view, offset = view[got:], offset + got

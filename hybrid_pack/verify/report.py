@@ -8,9 +8,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from hybrid_pack.errors import HybridPackError
+from hybrid_pack.errors import DataError, EnvironmentFailure, HybridPackError
 
 LISTED = 20
 """Findings of one check that are listed; further ones are counted."""
@@ -83,6 +84,8 @@ class VerifyReport:
         root: The pack.
         checks: What was checked, in order.
         not_checked: What was not.
+        declared: In what the pack differs from its source by its own manifest's report; no findings.
+        unread: Files that could not be read; what depends on them was not checked.
         findings: What is wrong, at most ``LISTED`` of each check, in order of check.
         findings_total: How many there are.
         seconds: Time of the whole.
@@ -91,14 +94,23 @@ class VerifyReport:
     root: str
     checks: tuple[Check, ...]
     not_checked: tuple[NotChecked, ...]
+    declared: tuple[str, ...]
+    unread: tuple[Finding, ...]
     findings: tuple[Finding, ...]
     findings_total: int
     seconds: float
 
     @property
     def ok(self) -> bool:
-        """Nothing was found; ``not_checked`` says what that does not cover."""
-        return not self.findings_total
+        """Nothing was found and all could be read; ``not_checked`` says what that does not cover."""
+        return not self.findings_total and not self.unread
+
+    @property
+    def exit_code(self) -> int:
+        """0 nothing found; 1 something is wrong; 3 nothing is, as far as it could be read."""
+        if self.findings_total:
+            return DataError.exit_code
+        return EnvironmentFailure.exit_code if self.unread else 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -121,9 +133,14 @@ class Tally:
 
 
 class Recorder:
-    """Collects a report; safe for many threads."""
+    """Collects a report; safe for many threads.
 
-    def __init__(self) -> None:
+    Args:
+        root: The pack.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
         self._began = time.monotonic()
         self._lock = threading.Lock()
         self._checks: list[Check] = []
@@ -133,6 +150,10 @@ class Recorder:
         self._unordered: set[str] = set()
         self.bad_paths: set[str] = set()
         """Files whose structure is wrong, so that reading their tensors would only repeat it."""
+        self._unread: dict[str, Finding] = {}
+        self._told: set[tuple[str, str | None]] = set()
+        self.declared: tuple[str, ...] = ()
+        """In what the pack differs from its source by its own account."""
 
     def find(
         self,
@@ -157,12 +178,39 @@ class Recorder:
                 held.append(finding)
 
     def find_error(self, check: str, path: str, error: HybridPackError, where: str | None = None) -> None:
-        """Add a finding that a lower part of the package raised."""
+        """Add a finding that a lower part of the package raised, or a file that it could not read."""
+        if isinstance(error, EnvironmentFailure):
+            self.cannot_read(check, path, error)
+            return
         place = where or (error.where or "").removeprefix(path).lstrip(":/ ") or None
         if place is not None and place.endswith(path):  # the same file, by its full path
             place = None
         message = f"{error.problem}; {error.hint}" if error.hint else error.problem
         self.find(check, path, message, where=place, expected=error.expected, found=error.found)
+
+    def cannot_read(self, check: str, path: str, error: EnvironmentFailure) -> None:
+        """Remember that a file could not be read; once for each, whatever was to be read of it."""
+        place = (error.where or path).split(": ", 1)[0].removeprefix(f"{self._root}/")  # of the pack or of the source
+        reason = None if error.found is None else str(error.found)
+        with self._lock:
+            self._unread.setdefault(place, Finding(check, place, None, "could not be read", None, reason))
+            self.bad_paths.add(place)
+
+    @property
+    def unread_paths(self) -> set[str]:
+        """Files that could not be read."""
+        with self._lock:
+            return set(self._unread)
+
+    def tell(self, path: str, where: str | None = None) -> None:
+        """Remember that a finding says that a file's, or a tensor's, bytes are wrong: its digest need not repeat it."""
+        with self._lock:
+            self._told.add((path, where))
+
+    def was_told(self, path: str, where: str | None = None) -> bool:
+        """Whether ``tell`` was called."""
+        with self._lock:
+            return (path, where) in self._told
 
     def skip(self, what: str, why: str) -> None:
         """Say what is not checked."""
@@ -196,6 +244,8 @@ class Recorder:
             root=str(root),
             checks=tuple(self._checks),
             not_checked=tuple(self._not_checked),
+            declared=self.declared,
+            unread=tuple(self._unread[path] for path in sorted(self._unread)),
             findings=tuple(listed),
             findings_total=sum(self._counts.values()),
             seconds=time.monotonic() - self._began,

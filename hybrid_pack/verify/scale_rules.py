@@ -66,9 +66,9 @@ def _equal(values: NDArray[np.float64], device: NDArray[np.float64]) -> Pairs:
 def _mxfp4(global_scale: float) -> ScaleRule:
     with np.errstate(all="ignore"):
         values, device = e8m0.VALUES, scale_bytes.E8M0_VALUES * global_scale
-    saturated = np.zeros((256, 256), np.bool_)
-    saturated[:, scale_bytes.MXFP4_MAX_BYTE] = values > device[scale_bytes.MXFP4_MAX_BYTE]
-    right = _equal(values, device)
+        saturated = np.zeros((256, 256), np.bool_)
+        saturated[:, scale_bytes.MXFP4_MAX_BYTE] = values > device[scale_bytes.MXFP4_MAX_BYTE]
+        right = _equal(values, device)
     return ScaleRule(right | saturated, np.zeros_like(right), saturated, np.zeros(256, np.bool_), values, device)
 
 
@@ -86,7 +86,7 @@ def scale_rule(form: SourceFormat, second: float, global_scale: float, worst_err
         return _mxfp4(global_scale)
     nvfp4 = form.name == "nvfp4"
     exponent = scale_bytes.NVFP4_VALUE_EXPONENT if nvfp4 else scale_bytes.NF3_VALUE_EXPONENT
-    unit = global_scale * 2.0**exponent
+    unit = np.float64(global_scale) * 2.0**exponent
     with np.errstate(all="ignore"):  # bytes that mean NaN or infinity
         values, device = _stored_values(form, second), scale_bytes.DEVICE_VALUES * unit
         right = _equal(values, device)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hybrid_pack.errors import DataError
+from hybrid_pack.errors import DataError, EnvironmentFailure
 from hybrid_pack.io.manifest import expected_tensors, rank_tiers, shard_header
 from hybrid_pack.layouts.scale_bytes import MXFP4_MAX_SHIFT, NF3_GLOBAL_SCALE
 from hybrid_pack.schemas.manifest import Manifest, ShardEntry
@@ -46,7 +46,7 @@ def _shard(root: Path, manifest: Manifest, shard: ShardEntry, recorder: Recorder
             for name in shard.tensors:
                 if name.endswith("_global_scale"):
                     _global_scales(manifest, shard, name, file, recorder)
-    except DataError as error:
+    except (DataError, EnvironmentFailure) as error:
         recorder.find_error(HEADERS, shard.path, error)
         recorder.spoil(shard.path)
 
@@ -63,11 +63,13 @@ def _ids(manifest: Manifest, shard: ShardEntry, file: PackFile, recorder: Record
                 HEADERS, shard.path, "not the expert the manifest has in this row", where=f"{tier}.expert_ids[{row}]",
                 expected=ids[row], found=found[row],
             )  # fmt: skip
+            recorder.tell(shard.path, f"{tier}.expert_ids")
 
 
 def _global_scales(manifest: Manifest, shard: ShardEntry, name: str, file: PackFile, recorder: Recorder) -> None:
     entry = shard.tensors[name]
-    values = np.frombuffer(file.take(entry.begin, entry.end), "<f4").astype(np.float64)
+    with np.errstate(all="ignore"):  # a signalling NaN
+        values = np.frombuffer(file.take(entry.begin, entry.end), "<f4").astype(np.float64)
     kept_format = manifest.layers[str(shard.layer)].kept_scale_format
     for row, value in enumerate(values.tolist()):
         right = math.isfinite(value) and value > 0
@@ -81,3 +83,4 @@ def _global_scales(manifest: Manifest, shard: ShardEntry, name: str, file: PackF
             recorder.find(
                 HEADERS, shard.path, "not a global scale", where=f"{name}[{row}]", expected=wanted, found=f"{value!r}"
             )
+            recorder.tell(shard.path, name)

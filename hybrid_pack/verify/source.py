@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from hybrid_pack.errors import DataError, UsageError
+from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
 from hybrid_pack.io.bitmap import KEY
 from hybrid_pack.io.checkpoint import Checkpoint, open_checkpoint
 from hybrid_pack.io.config import CONFIG, HF_QUANT_CONFIG, read_config, read_document
@@ -26,7 +28,9 @@ from hybrid_pack.verify.scope import Scope
 IDENTITY = "source identity"
 STRUCTURE = "source structure"
 BASE_BYTES = "base tensors against the source"
+BASE_HEADERS = "base headers against the source"
 SMALL_FILES = "small files against the source"
+SMALL_NAMES = "names of small files and config.json against the source"
 CHUNK_BYTES = 1 << 20
 
 
@@ -46,6 +50,9 @@ def open_source(root: Path, manifest: Manifest, source: Path, recorder: Recorder
         if digest is not None and digest != manifest.source.config_digest:
             _differs(str(source), f"{CONFIG} and {HF_QUANT_CONFIG}", manifest.source.config_digest, digest, recorder)
         recorder.find_error(IDENTITY, str(source), error)
+        return None
+    except EnvironmentFailure as error:
+        recorder.cannot_read(IDENTITY, str(source), error)
         return None
 
 
@@ -132,20 +139,26 @@ class _BaseComparison:
         self._buffers = Buffers()
 
     def compare(self, wanted: Located, packed: Located) -> None:
-        """Compare one tensor."""
+        """Compare one tensor, byte for byte."""
+        if not self.compare_headers(BASE_BYTES, wanted, packed):
+            return
+        try:
+            at = self._first_difference(wanted, packed)
+        except (DataError, EnvironmentFailure) as error:
+            self._recorder.find_error(BASE_BYTES, packed.path.name, error, wanted.header.name)
+            return
+        if at is not None:
+            where = f"{wanted.header.name} byte {at}"
+            self._recorder.find(BASE_BYTES, packed.path.name, "not the source's bytes", where=where)
+
+    def compare_headers(self, check: str, wanted: Located, packed: Located) -> bool:
+        """Whether dtype and shape are the same; if not, a finding says so."""
         name, file = wanted.header.name, packed.path.name
         self._tally.add(1)
         expected, found = (f"{at.header.dtype} {list(at.header.shape)}" for at in (wanted, packed))
         if expected != found:
-            self._recorder.find(BASE_BYTES, file, "not as in the source", where=name, expected=expected, found=found)
-            return
-        try:
-            at = self._first_difference(wanted, packed)
-        except DataError as error:
-            self._recorder.find_error(BASE_BYTES, file, error, name)
-            return
-        if at is not None:
-            self._recorder.find(BASE_BYTES, file, "not the source's bytes", where=f"{name} byte {at}")
+            self._recorder.find(check, file, "not as in the source", where=name, expected=expected, found=found)
+        return expected == found
 
     def _first_difference(self, wanted: Located, packed: Located) -> int | None:
         size = wanted.header.nbytes
@@ -164,61 +177,99 @@ class _BaseComparison:
 
 
 def check_base_bytes(
-    source: Checkpoint, packed: Mapping[str, Located], pool: Pool, recorder: Recorder, progress: Progress
-) -> None:
+    manifest: Manifest, source: Checkpoint, packed: Mapping[str, Located], pool: Pool, recorder: Recorder,
+    progress: Progress, *, quick: bool,
+) -> None:  # fmt: skip
     """The base tensors are the tensors of the source that are no packed experts: all of them, byte for byte.
 
     Args:
+        manifest: Of the pack.
         source: What the pack was made from.
         packed: Base tensors of the pack, by name; those of a broken file are missing.
         pool: Threads.
         recorder: Gets the findings.
         progress: Told bytes read.
+        quick: Names, dtypes and shapes only; no payload is read.
     """
     wanted = {at.header.name: at for at in source.base}
-    with recorder.checking(BASE_BYTES, "tensors", threads=True) as tally, TensorReader() as reader:
+    check = BASE_HEADERS if quick else BASE_BYTES
+    broken = sorted(file.path for file in manifest.base.files if file.path in recorder.bad_paths)
+    with recorder.checking(check, "tensors", threads=True) as tally, TensorReader() as reader:
         for name in sorted(set(packed) - set(wanted)):
-            recorder.find(BASE_BYTES, packed[name].path.name, "not a base tensor of the source", where=name)
-        for name in sorted(set(wanted) - set(packed)):
-            recorder.find(BASE_BYTES, str(wanted[name].path), "a tensor that the pack does not have", where=name)
+            recorder.find(check, packed[name].path.name, "not a base tensor of the source", where=name)
+        for name in sorted(set(wanted) - set(packed)) if not broken else ():
+            recorder.find(check, str(wanted[name].path), "a tensor that the pack does not have", where=name)
         comparison = _BaseComparison(reader, tally, pool, recorder, progress)
-        pool.run(partial(comparison.compare, at, packed[name]) for name, at in wanted.items() if name in packed)
+        both = [(at, packed[name]) for name, at in wanted.items() if name in packed]
+        if quick:
+            for theirs, ours in both:
+                comparison.compare_headers(check, theirs, ours)
+        else:
+            unread = recorder.unread_paths
+            pool.run(partial(comparison.compare, at, ours) for at, ours in both if ours.path.name not in unread)
+    if broken:
+        recorder.skip(f"base tensors of {', '.join(broken)} against the source", "the file is damaged or unread")
 
 
-def check_small_files(root: Path, manifest: Manifest, source: Checkpoint, recorder: Recorder) -> None:
-    """Tokenizer, licence and so on are the source's, and config.json is but for its quantization_config."""
-    with recorder.checking(SMALL_FILES, "files") as tally:
+def check_small_files(root: Path, manifest: Manifest, source: Checkpoint, recorder: Recorder, *, quick: bool) -> None:
+    """Tokenizer, licence and so on are the source's, and config.json is but for its quantization_config.
+
+    A quick check leaves out their bytes, all but those of config.json.
+    """
+    check = SMALL_NAMES if quick else SMALL_FILES
+    with recorder.checking(check, "files") as tally:
         try:
             copied = make_plan(source, topology_of(manifest), map(int, manifest.layers)).copied
         except UsageError as error:
-            recorder.find_error(SMALL_FILES, str(source.root), error)
+            recorder.find_error(check, str(source.root), error)
             return
         listed = {file.path: file.digest for file in manifest.files if file.path not in (CONFIG, manifest.base.index)}
         for name in sorted({*copied, *listed}):
-            tally.add(1, copied[name].stat().st_size if name in copied else 0)
+            tally.add(1)
             if name not in listed:
-                recorder.find(SMALL_FILES, name, "a file of the source that the pack does not have")
+                recorder.find(check, name, "a file of the source that the pack does not have")
             elif name not in copied:
-                recorder.find(SMALL_FILES, name, "not a file of the source")
-            elif (digest := blake3_digest(copied[name].read_bytes())) != listed[name]:
-                recorder.find(SMALL_FILES, name, "not the source's bytes", expected=digest, found=listed[name])
+                recorder.find(check, name, "not a file of the source")
+            elif not quick:
+                _compare_small(copied[name], name, listed[name], tally, recorder)
         tally.add(1)
-        _check_config(root, source, recorder)
+        _check_config(root, source, check, recorder)
 
 
-def _check_config(root: Path, source: Checkpoint, recorder: Recorder) -> None:
+def _compare_small(path: Path, name: str, packed: str, tally: Tally, recorder: Recorder) -> None:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        failure = EnvironmentFailure("cannot read", where=path, found=error.strerror)
+        recorder.cannot_read(SMALL_FILES, str(path), failure)
+        return
+    tally.add(0, len(data))
+    digest = blake3_digest(data)
+    if digest != packed:
+        recorder.find(SMALL_FILES, name, "not the source's bytes", expected=digest, found=packed)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two JSON values are the same; NaN is NaN."""
+    return bool(one == other) or json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def _check_config(root: Path, source: Checkpoint, check: str, recorder: Recorder) -> None:
+    if recorder.was_told(CONFIG) or CONFIG in recorder.bad_paths:
+        return
     try:
         document, _ = read_document(root / CONFIG)
-    except DataError:
-        return  # found before
+    except (DataError, EnvironmentFailure) as error:  # changed meanwhile
+        recorder.find_error(check, CONFIG, error)
+        return
     ours = {key: value for key, value in document.items() if key not in ("quantization_config", KEY)}
     theirs = {key: value for key, value in source.config.raw.items() if key not in ("quantization_config", KEY)}
     for key in sorted({*ours, *theirs}):
-        if key not in ours or key not in theirs or ours[key] != theirs[key]:
+        if key not in ours or key not in theirs or not _same(ours[key], theirs[key]):
             expected, found = (repr(side[key])[:80] if key in side else "no such key" for side in (theirs, ours))
-            recorder.find(SMALL_FILES, CONFIG, "not as in the source's", where=key, expected=expected, found=found)
+            recorder.find(check, CONFIG, "not as in the source's", where=key, expected=expected, found=found)
     block = document.get("quantization_config")
     kept = block.get("source_quantization_config") if isinstance(block, Mapping) else None
-    if kept != source.config.quantization:
+    if not _same(kept, source.config.quantization):
         where = "quantization_config.source_quantization_config"
-        recorder.find(SMALL_FILES, CONFIG, "not the source's quantization config", where=where)
+        recorder.find(check, CONFIG, "not the source's quantization config", where=where)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,11 +27,13 @@ class Found:
         problem: Why it cannot be read as a file of the pack, or None.
         nbytes: Its size; 0 where it has a problem.
         detail: What it is instead.
+        unread: Why it, a file or a folder, cannot be looked at.
     """
 
     problem: str | None
     nbytes: int
     detail: str | None = None
+    unread: str | None = None
 
 
 def _allowed(root: Path) -> tuple[Path, ...]:
@@ -54,7 +56,7 @@ def _look(path: Path, allowed: tuple[Path, ...]) -> Found:
         return Found("a symbolic link to a file that is not there", 0, os.fspath(path.readlink()) if is_link else None)
     except OSError as error:
         if error.errno != errno.ELOOP:
-            raise
+            return Found(None, 0, unread=error.strerror)
         return Found("a symbolic link to itself", 0)
     if stat.S_ISREG(status.st_mode):
         return Found(None, status.st_size)
@@ -64,8 +66,14 @@ def _look(path: Path, allowed: tuple[Path, ...]) -> Found:
 
 
 def _walk(folder: Path, prefix: str, allowed: tuple[Path, ...]) -> Iterator[tuple[str, Found]]:
-    with os.scandir(folder) as entries:
-        listed = sorted(entries, key=lambda entry: entry.name)
+    try:
+        with os.scandir(folder) as entries:
+            listed = sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        if not prefix:
+            raise
+        yield prefix, Found(None, 0, unread=error.strerror)
+        return
     for entry in listed:
         name = prefix + entry.name
         partial = entry.name.endswith(PARTIAL)
@@ -80,8 +88,10 @@ def _walk(folder: Path, prefix: str, allowed: tuple[Path, ...]) -> Iterator[tupl
 def scan(root: Path) -> Mapping[str, Found]:
     """Everything below a folder by its path in it, but top-level names that begin with a dot.
 
+    A folder is in it, with a slash at its end, only where it cannot be listed.
+
     Raises:
-        EnvironmentFailure: A folder cannot be listed.
+        EnvironmentFailure: The folder itself cannot be listed.
     """
     try:
         return dict(_walk(root, "", _allowed(root)))
@@ -97,10 +107,19 @@ def check_partial(present: Mapping[str, Found], recorder: Recorder) -> None:
             recorder.find(FILE_SET, name, message)
 
 
-def check_tree(manifest: Manifest, present: Mapping[str, Found], scope: Scope, recorder: Recorder) -> None:
+def _all_outside(name: str, listed: Iterable[str], outside: Collection[str]) -> bool:
+    """Whether a file, or all that should be in a folder, is left out on purpose."""
+    held = [path for path in listed if path == name or (name.endswith("/") and path.startswith(name))]
+    return bool(held) and all(path in outside for path in held)
+
+
+def check_tree(
+    root: Path, manifest: Manifest, present: Mapping[str, Found], scope: Scope, recorder: Recorder
+) -> None:
     """Hold the folder against the manifest.
 
     Args:
+        root: The pack.
         manifest: The manifest.
         present: From ``scan``.
         scope: Shards outside it may be missing.
@@ -109,13 +128,21 @@ def check_tree(manifest: Manifest, present: Mapping[str, Found], scope: Scope, r
     sizes = {shard.path: shard.bytes for shard in manifest.shards}
     sizes |= {file.path: file.bytes for file in (*manifest.base.files, *manifest.files)}
     outside = {shard.path for shard in manifest.shards if not scope.covers(shard)}
+    unread = {
+        name: found.unread
+        for name, found in present.items()
+        if found.unread is not None and not _all_outside(name, sizes, outside)
+    }
+    closed = tuple(name for name in unread if name.endswith("/"))
     with recorder.checking(FILE_SET, "files") as tally:
         for path, nbytes in sizes.items():
             if path in outside:
                 continue
             found = present.get(path)
             tally.add(1)
-            if found is None:
+            if path in unread or (found is None and path.startswith(closed)):
+                pass
+            elif found is None:
                 recorder.find(FILE_SET, path, "missing; get it again, or convert again")
             elif found.problem:
                 recorder.find(FILE_SET, path, found.problem, expected="a file", found=found.detail)
@@ -127,8 +154,11 @@ def check_tree(manifest: Manifest, present: Mapping[str, Found], scope: Scope, r
             else:
                 continue
             recorder.spoil(path)
+        for name, reason in unread.items():
+            where = root / name
+            recorder.cannot_read(FILE_SET, name, EnvironmentFailure("cannot read", where=where, found=reason))
         for name, found in present.items():
-            if name in sizes or name in (MANIFEST, README) or name.endswith(PARTIAL):
+            if found.unread is not None or name in sizes or name in (MANIFEST, README) or name.endswith(PARTIAL):
                 continue
             tally.add(1)
             recorder.find(

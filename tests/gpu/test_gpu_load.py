@@ -112,9 +112,9 @@ def test_no_memory_beyond_the_tensors(large: Pack) -> None:
     loaded = large.load_rank(0, "cuda")
     final = sum(t.nbytes for layer in loaded.values() for t in tensors(layer).values())
     assert final == loaded.report.payload_bytes <= loaded.report.device_bytes < final + 256 * loaded.report.tensors
-    # torch cuts memory in pieces of 512 bytes and asks the driver for multiples of 2 MiB
-    assert torch.cuda.memory_allocated() - before <= loaded.report.device_bytes + 512 * len(loaded)
-    assert torch.cuda.max_memory_allocated() - before <= final + (1 << 20)
+    # torch asks the driver for multiples of 2 MiB and leaves up to 1 MiB at the end of a large piece
+    assert torch.cuda.memory_allocated() - before <= loaded.report.device_bytes + (1 << 20) * len(loaded)
+    assert torch.cuda.max_memory_allocated() - before <= final + (2 << 20) * len(loaded)
     assert torch.cuda.max_memory_reserved() - reserved <= final + (8 << 20)
     assert free - torch.cuda.mem_get_info()[0] <= final + (64 << 20)
     assert resident_bytes() - resident < 16 << 20, "pinned memory is given back"
