@@ -206,10 +206,20 @@ def _alignment_key(tensor: Located) -> tuple[int, str]:
     return (-(header.nbytes // elements if elements else 0), header.name)
 
 
+def _stays_behind(path: Path) -> bool:
+    """Whether something at the top of a source has no place in a pack: other weight formats, further folders."""
+    if path.name.startswith(".") or path.suffix == ".safetensors":
+        return False
+    return path.name not in SMALL_FOLDERS if path.is_dir() else path.name.lower().endswith(WEIGHT_SUFFIXES)
+
+
 def _small_files(root: Path) -> tuple[dict[str, Path], list[str]]:
     """(tokenizer, licence, sidecars and the like: everything small that is no weight file; notes)."""
     found: dict[str, Path] = {}
     notes = []
+    left = [p.name for p in sorted(root.iterdir()) if _stays_behind(p)]
+    if left:
+        notes.append(f"not copied: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}")
     for folder in (root, *(root / name for name in SMALL_FOLDERS)):
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             name = path.relative_to(root).as_posix()

@@ -281,6 +281,7 @@ def test_small_files(checkpoint: Path) -> None:
     plan = plan_of(checkpoint)
     assert set(plan.copied) == wanted
     assert [note for note in plan.notes if "not copied" in note] == [
+        "not copied: a.json.partial, figures, pytorch_model.bin",
         "'a:b.txt' is not copied: a pack cannot hold a file of that name",
         "calibration.json is not copied: 67108865 bytes is no small file",
     ]
@@ -307,3 +308,10 @@ def test_no_stale_bit_map_stays_in_the_config(checkpoint: Path, tmp_path: Path) 
 def test_a_readme_of_any_case_is_not_copied(checkpoint: Path) -> None:
     (checkpoint / "readme.md").write_text("theirs")
     assert "readme.md" not in make_plan(open_checkpoint(checkpoint), Topology(1)).copied
+
+
+def test_what_stays_behind_is_said(checkpoint: Path) -> None:
+    (checkpoint / "original").mkdir()
+    (checkpoint / "pytorch_model.bin").write_bytes(b"x")
+    plan = make_plan(open_checkpoint(str(checkpoint)), Topology(1))
+    assert "not copied: original, pytorch_model.bin" in plan.notes

@@ -196,6 +196,11 @@ def _matrix(layer: int, expert: int, fields: _Fields) -> Matrix | Unsupported:
     return Matrix(module, found, where, fields[found.scale_field], second, rows, columns)
 
 
+def _file(roles: Mapping[str, _Fields]) -> Path:
+    """A file an expert is stored in."""
+    return next(at.path for fields in roles.values() for at in fields.values())
+
+
 def _expert(layer: int, expert: int, roles: Mapping[str, _Fields]) -> Expert | Unsupported:
     missing = [role for role in PROJECTION_ROLES if role not in roles]
     if missing:
@@ -244,7 +249,10 @@ def _layer(index: int, experts: dict[int, dict[str, _Fields]], config: ModelConf
     if lost is not None or len(experts) != config.num_experts:
         what = f"expert {max(experts)} is one too many" if lost is None else f"expert {lost} is missing"
         raise DataError(
-            f"layer {index}: {what}", where=CONFIG, expected=f"{config.num_experts} experts", found=len(experts)
+            f"layer {index}: {what}",
+            where=_file(next(iter(experts.values()))).parent,
+            expected=f"{config.num_experts} experts by {CONFIG}",
+            found=len(experts),
         )
     if bits is not None and len(bits) != config.num_experts:
         raise DataError(f"layer {index} of the bit map", expected=f"{config.num_experts} entries", found=len(bits))
@@ -263,9 +271,10 @@ def _layer(index: int, experts: dict[int, dict[str, _Fields]], config: ModelConf
                 raise DataError(
                     f"layer {index} expert {expert}{':' if config.bit_map is None else says} "
                     "its stored format cannot be packed",
+                    where=_file(experts[expert]),
                     found=result.reason,
                     expected="NVFP4, MXFP4 or NF3",
-                    hint="this version moves what is stored, it does not quantise",
+                    hint="this version moves what is stored, it does not quantise" if result.wide else None,
                 )
             wide[expert] = result.reason
             continue
@@ -344,7 +353,7 @@ def _format_notes(layers: Iterable[Layer], config: ModelConfig) -> list[str]:
 
 
 def open_checkpoint(
-    root: Path, *, bit_map_file: Path | None = None, name: str | None = None, require_map: bool = True
+    root: str | Path, *, bit_map_file: str | Path | None = None, name: str | None = None, require_map: bool = True
 ) -> Checkpoint:
     """Open a source checkpoint: all headers read and agreed, no payload touched.
 
@@ -358,6 +367,7 @@ def open_checkpoint(
         DataError: Any fault of the checkpoint, naming file, tensor, layer and expert.
         EnvironmentFailure: A file cannot be read.
     """
+    root, bit_map_file = Path(root), None if bit_map_file is None else Path(bit_map_file)
     config = read_config(root, bit_map_file)
     if config.bit_map is None and require_map:
         raise DataError("no hybrid_bit_map", where=root / CONFIG, hint="give one with --bit-map FILE")
@@ -376,6 +386,7 @@ def open_checkpoint(
             f"layer {missing[0]} is in the bit map but has no experts",
             where=root,
             found=f"experts in layers {spans(sorted(grouped))}",
+            hint=notes[0] if notes else None,
         )
     layers: dict[int, Layer] = {}
     for index in sorted(grouped):

@@ -91,6 +91,10 @@ def _total_size_note(total: Any, files: tuple[FileHeader, ...]) -> list[str]:
     return [f"{INDEX}: metadata.total_size is {total}, the shards hold {payload} tensor bytes"]
 
 
+def _some(names: list[str]) -> str:
+    return f"tensor {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
 def read_shards(root: Path) -> Shards:
     """Read the headers of every shard and hold them against the index, both ways.
 
@@ -118,10 +122,13 @@ def read_shards(root: Path) -> Shards:
         tensors[tensor] = Located(by_name[name].path, header)
     notes = []
     for name, file in by_name.items():
-        extra = [t for t in file.tensors if weight_map.get(t) != name]
-        if extra:
-            more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-            notes.append(f"{name}: tensor {extra[0]}{more} not in the index, ignored")
+        twins = [t for t in file.tensors if weight_map.get(t, name) != name]
+        if twins:
+            notes.append(f"{name}: {_some(twins)} by the index in another file, this copy ignored")
+        unlisted = [t for t in file.tensors if t not in tensors]
+        if unlisted:  # loaders that go by file find them, so that leaving them out would change the model
+            notes.append(f"{name}: {_some(unlisted)} not in the index, kept")
+            tensors |= {t: Located(file.path, file.tensors[t]) for t in unlisted}
     notes += _unlisted_note(root, by_name)
     metadata = document.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None

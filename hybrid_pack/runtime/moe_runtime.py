@@ -22,7 +22,7 @@ DECODE_TOKENS = 8
 DECODE_BLOCK = 8
 """Rows of a route block in the decode kernels."""
 
-ROUTE_BLOCKS: tuple[tuple[int, int], ...] = ((128, 8), (1024, 32), (1 << 30, 64))
+ROUTE_BLOCKS: tuple[tuple[int, int], ...] = ((128, 8), (512, 32), (1 << 30, 64))
 """(up to so many tokens, rows of a route block) of the prefill launches; each block size is compiled for itself."""
 
 LARGEST_CHUNK = 8192

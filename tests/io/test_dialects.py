@@ -254,10 +254,22 @@ def test_tensors_and_files_the_index_omits_are_reported(checkpoint: Path) -> Non
     write_file(checkpoint / "extra.safetensors", {"a": read_file(checkpoint / last)["lm_head.weight"]})
     source = open_checkpoint(checkpoint)
     assert source.notes == (
-        f"{last}: tensor model.norm.weight not in the index, ignored",
+        f"{last}: tensor model.norm.weight not in the index, kept",
         "1 safetensors file(s) that no index names, ignored: extra.safetensors",
     )
-    assert "model.norm.weight" not in {t.header.name for t in source.base}
+    assert "model.norm.weight" in {t.header.name for t in source.base}
+
+
+def test_a_copy_the_index_does_not_mean_is_ignored(checkpoint: Path) -> None:
+    with edit_index(checkpoint) as index:
+        first, last = index["weight_map"]["model.embed_tokens.weight"], index["weight_map"]["lm_head.weight"]
+    tensors = read_file(checkpoint / last)
+    write_file(checkpoint / last, {**tensors, "model.embed_tokens.weight": tensors["lm_head.weight"]})
+    source = open_checkpoint(checkpoint)
+    (at,) = [t for t in source.base if t.header.name == "model.embed_tokens.weight"]
+    assert at.path == checkpoint / first != checkpoint / last
+    note = f"{last}: tensor model.embed_tokens.weight by the index in another file, this copy ignored"
+    assert note in source.notes
 
 
 def test_files_beside_a_single_one_are_reported(tmp_path: Path) -> None:
