@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import click
 from hybrid_pack.cli.options import BYTES, LAYERS
 from hybrid_pack.cli.progress import ByteProgress
 from hybrid_pack.cli.source import local_source
+from hybrid_pack.cli.streams import put
 
 
 @click.command()
@@ -24,7 +26,9 @@ from hybrid_pack.cli.source import local_source
 @click.option("--layers", type=LAYERS, help="Pack only these layers, such as 3-5,78.")
 @click.option("--workers", type=int, help="Threads; by default two a core.")
 @click.option("--max-ram", type=BYTES, help="Limit on memory, such as 1GiB; fewer workers are used to keep it.")
-@click.option("--resume", is_flag=True, help="Go on with an unfinished conversion; finished files are kept.")
+@click.option(
+    "--resume", is_flag=True, help="Go on with an unfinished conversion, or repair a pack; good files are kept."
+)
 @click.option("--overwrite", is_flag=True, help="Replace the pack or unfinished conversion that is there.")
 @click.option(
     "--on-scale-mismatch",
@@ -33,7 +37,9 @@ from hybrid_pack.cli.source import local_source
     show_default=True,
     help="Gate and up with second-level scales that are no power of two apart.",
 )
-@click.option("--dry-run", is_flag=True, help="Print the plan, from headers only, and stop.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print the plan, from headers only, and what would be refused; write nothing."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of tables.")
 def command(
     src: str, out: Path, tp: int, ep: int, layers: tuple[int, ...] | None, dry_run: bool, as_json: bool, **options: Any
@@ -42,8 +48,10 @@ def command(
 
     SRC is a checkpoint folder or a Hub id (org/name[@revision]).
     """
+    if options["resume"] and options["overwrite"]:
+        raise click.UsageError("--resume goes on with what is there, --overwrite removes it: give one of them")
     from hybrid_pack.cli import tables
-    from hybrid_pack.convert import convert, resources
+    from hybrid_pack.convert import check, convert, require_disk
     from hybrid_pack.io.checkpoint import open_checkpoint
     from hybrid_pack.plan import make_plan
     from hybrid_pack.sharding import Topology
@@ -51,16 +59,16 @@ def command(
     root, name = local_source(src, headers_only=dry_run)
     checkpoint = open_checkpoint(root, bit_map_file=options.pop("bit_map"), name=name)
     plan = make_plan(checkpoint, Topology(tp, ep), layers)
-    needs = resources(plan, out, options["workers"], options["max_ram"])
     if dry_run:
-        click.echo(
-            json.dumps(tables.plan_json(plan, needs), indent=1) if as_json else tables.plan_text(plan, needs, out)
-        )
+        needs, found = check(plan, out, headers_only=name is not None, **options)
+        document = tables.plan_json(plan, needs, found) if as_json else None
+        put(json.dumps(document, indent=1) if document else tables.plan_text(plan, needs, found, out))
+        require_disk(found.space, out, kept=bool(found.done))
         return
-    for note in plan.notes:
-        click.echo(f"note: {note}", err=True)
-    with ByteProgress("convert", quiet=as_json) as progress:
+    with ByteProgress("convert", plain=as_json) as progress:
+        for note in plan.notes:
+            progress.note(f"note: {note}")
         done = convert(plan, out, progress=progress, **options)
-    click.echo(
-        json.dumps(tables.conversion_json(done, out), indent=1) if as_json else tables.conversion_text(done, plan, out)
-    )
+    document = tables.conversion_json(done, out) if as_json else None
+    with suppress(BrokenPipeError):  # the pack is finished, whether or not anybody reads about it
+        put(json.dumps(document, indent=1) if document else tables.conversion_text(done, plan, out, src))

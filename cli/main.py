@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import os
 import sys
 import traceback
 from functools import partial
@@ -11,6 +11,7 @@ from functools import partial
 import click
 
 from hybrid_pack._version import __version__
+from hybrid_pack.cli.streams import drop_stdout, in_echo, open_streams, stdout_failure, terminable
 from hybrid_pack.errors import EnvironmentFailure, HybridPackError
 
 COMMANDS = {
@@ -23,6 +24,7 @@ COMMANDS = {
 """Name and help of each command; its module is imported only when it runs."""
 
 INTERRUPTED = 130
+TERMINATED = 143
 
 
 class LazyGroup(click.Group):
@@ -52,7 +54,8 @@ class LazyGroup(click.Group):
 def cli(ctx: click.Context, debug: bool) -> None:
     """Convert mixed-precision MoE checkpoints, once and offline, into per-rank shards for the serving kernel.
 
-    Exit codes: 0 done, 1 the data is wrong, 2 usage, 3 the environment failed (disk full, permission, ...).
+    Exit codes: 0 done, 1 the data is wrong, 2 usage, 3 the environment failed (disk full, permission, ...),
+    130 interrupted by Ctrl-C, 143 ended by SIGTERM.
     """
     ctx.obj = debug
 
@@ -60,39 +63,61 @@ def cli(ctx: click.Context, debug: bool) -> None:
 def _fail(error: BaseException, line: str, code: int, *, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
-    click.echo(f"hybrid-pack: {' '.join(line.split())}", err=True)
+    with contextlib.suppress(OSError):  # a stderr that takes nothing changes no exit code
+        click.echo(f"hybrid-pack: {' '.join(line.split())}", err=True)
     return code
+
+
+def _usage(error: click.ClickException) -> str:
+    """The message with its command, and where to look."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    path = context.command_path if context else "hybrid-pack"
+    at = path.removeprefix("hybrid-pack").strip()
+    return f"{at + ': ' if at else ''}{error.format_message()} (see {path} --help)"
+
+
+def _interrupted(command: str) -> str:
+    return "interrupted; finished files are kept for --resume" if command == "convert" else "interrupted"
 
 
 def run(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    open_streams()
     given = sys.argv[1:] if arguments is None else arguments
-    fail = partial(_fail, debug="--debug" in given)
+    end = given.index("--") if "--" in given else len(given)
+    debug = "--debug" in given[:end]  # wherever it is put
+    given = [a for a in given[:end] if a != "--debug"] + given[end:]
+    fail = partial(_fail, debug=debug)
     if not given:
         click.echo(cli.get_help(click.Context(cli, info_name="hybrid-pack")), err=True)
         return 2
-    try:
-        result = cli.main(arguments, prog_name="hybrid-pack", standalone_mode=False)
-        return result if isinstance(result, int) else 0
-    except HybridPackError as error:
-        return fail(error, str(error), error.exit_code)
-    except click.ClickException as error:
-        at = f"{error.ctx.command_path}: " if isinstance(error, click.UsageError) and error.ctx else ""
-        return fail(error, f"{at}{error.format_message()} (see --help)", 2)
-    except (KeyboardInterrupt, click.Abort) as error:
-        return fail(error, "interrupted; finished files are kept for --resume", INTERRUPTED)
-    except (BrokenPipeError, SystemExit):  # SystemExit: what click makes of a broken pipe, whatever standalone_mode is
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EnvironmentFailure.exit_code
-    except MemoryError as error:
-        return fail(error, "out of memory; try fewer --workers", EnvironmentFailure.exit_code)
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        return fail(error, f"{where}{error.strerror or error}", EnvironmentFailure.exit_code)
-    except Exception as error:
-        hint = "please report it with what --debug shows"
-        line = f"unexpected error: {type(error).__name__}: {error}; {hint}"
-        return fail(error, line, EnvironmentFailure.exit_code)
+    with terminable() as signals:
+        try:
+            result = cli.main(given, prog_name="hybrid-pack", standalone_mode=False)
+            return result if isinstance(result, int) else 0
+        except HybridPackError as error:
+            return fail(error, str(error), error.exit_code)
+        except click.ClickException as error:
+            return fail(error, _usage(error), 2)
+        except (KeyboardInterrupt, click.Abort) as error:
+            return fail(error, _interrupted(given[0]), TERMINATED if signals.terminated else INTERRUPTED)
+        except (BrokenPipeError, SystemExit):  # SystemExit: what click makes of a broken pipe in any mode
+            drop_stdout()
+            return EnvironmentFailure.exit_code
+        except MemoryError as error:
+            return fail(error, "out of memory; try fewer --workers", EnvironmentFailure.exit_code)
+        except OSError as error:
+            return fail(error, _system(error), EnvironmentFailure.exit_code)
+        except Exception as error:
+            hint = "please report it with what --debug shows"
+            line = f"unexpected error: {type(error).__name__}: {error}; {hint}"
+            return fail(error, line, EnvironmentFailure.exit_code)
+
+
+def _system(error: OSError) -> str:
+    if error.filename:
+        return f"{error.filename}: {error.strerror or error}"
+    return str(stdout_failure(error) if in_echo(error) else error.strerror or error)
 
 
 def main() -> None:

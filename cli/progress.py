@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -22,16 +23,22 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.4g} TB"
 
 
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # a terminal that went away stops no conversion
+        click.echo(text, err=True)
+
+
 class ByteProgress:
     """Counts bytes; shows rate and time left.
 
     Args:
         label: What is being done.
         quiet: Show nothing.
+        plain: Lines even on a terminal.
     """
 
-    def __init__(self, label: str, quiet: bool = False) -> None:
-        self._label, self._quiet = label, quiet
+    def __init__(self, label: str, quiet: bool = False, plain: bool = False) -> None:
+        self._label, self._quiet, self._plain = label, quiet, plain
         self._bar: Any = None
         self._lock = threading.Lock()
         self._total = self._done = self._before = 0
@@ -43,7 +50,7 @@ class ByteProgress:
         self._began = self._said = time.monotonic()
         if self._quiet:
             return
-        if sys.stderr.isatty():
+        if not self._plain and sys.stderr is not None and sys.stderr.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(
@@ -57,7 +64,7 @@ class ByteProgress:
             )
         else:
             kept = f", {size(done_bytes)} of it done before" if done_bytes else ""
-            click.echo(f"{self._label}: {size(total_bytes)}{kept}", err=True)
+            _say(f"{self._label}: {size(total_bytes)}{kept}")
 
     def advance(self, nbytes: int) -> None:
         """Add bytes; called from any thread."""
@@ -73,7 +80,7 @@ class ByteProgress:
         rate = (self._done - self._before) / max(time.monotonic() - self._began, 1e-9)
         left = f", {(self._total - self._done) / rate:.0f} s left" if rate else ""
         percent = 100 * self._done / max(self._total, 1)
-        click.echo(f"{self._label}: {percent:.0f} % of {size(self._total)}, {rate / 1e9:.2f} GB/s{left}", err=True)
+        _say(f"{self._label}: {percent:.0f} % of {size(self._total)}, {rate / 1e9:.2f} GB/s{left}")
 
     def note(self, text: str) -> None:
         """A line of its own."""
@@ -82,7 +89,7 @@ class ByteProgress:
         if self._bar is not None:
             self._bar.write(text, file=sys.stderr)
         else:
-            click.echo(text, err=True)
+            _say(text)
 
     def __enter__(self) -> ByteProgress:
         return self

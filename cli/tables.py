@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from hybrid_pack.cli.progress import size
-from hybrid_pack.convert import Conversion, Resources
+from hybrid_pack.convert import Conversion, Resources, Survey
 from hybrid_pack.inspection import Inspection, LayerView, PackView, inspect_checkpoint
 from hybrid_pack.io.bitmap import spans
 from hybrid_pack.plan import Plan
@@ -53,7 +54,7 @@ def tier_map(layers: Sequence[LayerView], num_experts: int) -> str:
 def _head(view: Inspection) -> list[Sequence[object]]:
     """What it is and where; of a pack also who made it."""
     if view.pack is None:
-        return [(view.kind, view.name), ("folder", view.folder), ("bit map", view.bit_map_from or "none")]
+        return [(view.kind, view.name), ("bit map", view.bit_map_from or "none")]
     tiles = "x".join(map(str, view.topologies[0].tiles or ()))
     return [
         (view.kind, view.folder),
@@ -122,7 +123,16 @@ def _rank_rows(plan: Plan) -> list[Sequence[object]]:
     return rows
 
 
-def plan_json(plan: Plan, needs: Resources) -> dict[str, Any]:
+def counted(number: int, noun: str) -> str:
+    """Such as ``1 file`` or ``2 files``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _small(plan: Plan) -> int:
+    return len(plan.copied) + len(plan.written) + 1  # the manifest
+
+
+def plan_json(plan: Plan, needs: Resources, found: Survey) -> dict[str, Any]:
     """``convert --dry-run --json``."""
     return {
         "source": inspect_checkpoint(plan.source).as_dict(),
@@ -130,6 +140,8 @@ def plan_json(plan: Plan, needs: Resources) -> dict[str, Any]:
             "tensor_parallel": plan.topology.tensor_parallel,
             "expert_parallel": plan.topology.expert_parallel,
         },
+        "layers": list(plan.layers),
+        "layers_omitted": list(plan.omitted),
         "tiles": plan.geometry.tiles,
         "files": [
             *({"path": s.path, "bytes": s.nbytes} for s in plan.shards),
@@ -139,25 +151,34 @@ def plan_json(plan: Plan, needs: Resources) -> dict[str, Any]:
         "workers": needs.workers,
         "memory_bytes": needs.memory_bytes,
         "disk_bytes": needs.disk_bytes,
-        "free_bytes": needs.free_bytes,
+        "needed_bytes": found.space.needed,
+        "reclaimed_bytes": found.space.reclaimed,
+        "free_bytes": found.space.free,
+        "complete": found.complete,
+        "files_finished": sorted(found.done),
         "notes": plan.notes,
     }
 
 
-def plan_text(plan: Plan, needs: Resources, out: Path) -> str:
+def plan_text(plan: Plan, needs: Resources, found: Survey, out: Path) -> str:
     """``convert --dry-run``."""
-    enough = "enough" if needs.free_bytes >= needs.disk_bytes else "NOT ENOUGH"
+    space = found.space
+    enough = "enough" if space.enough else "NOT ENOUGH"
+    removed = f", {size(space.reclaimed)} removed first" if space.reclaimed else ""
+    shards = counted(len(plan.shards), "expert shard")
+    left_out = f"; left out: {spans(plan.omitted)}" if plan.omitted else ""
     rows: list[Sequence[object]] = [
-        (
-            "files",
-            f"{len(plan.shards)} expert shards, {len(plan.base)} base files, "
-            f"{len(plan.copied) + len(plan.written)} small",
-        ),
+        ("layers", f"{spans(plan.layers)}{left_out}"),
+        ("files", f"{shards}, {counted(len(plan.base), 'base file')}, {_small(plan)} small"),
         ("tiles", "x".join(map(str, plan.geometry.tiles))),
         ("read", size(plan.source_bytes)),
-        ("disk", f"{size(needs.disk_bytes)} needed, {size(needs.free_bytes)} free at {out}: {enough}"),
-        ("memory", f"about {size(needs.memory_bytes)} with {needs.workers} workers"),
+        ("disk", f"{size(space.needed)} needed, {size(space.free)} free at {out}{removed}: {enough}"),
+        ("memory", f"about {size(needs.memory_bytes)} with {counted(needs.workers, 'worker')}"),
     ]
+    if found.complete:
+        rows.append(("finished", "everything: the pack there is complete"))
+    elif found.done:
+        rows.append(("finished", f"{counted(len(found.done), 'weight file')}, kept from before"))
     head = inspection_text(inspect_checkpoint(plan.source), with_map=False)
     title = f"plan for tp {plan.topology.tensor_parallel}, ep {plan.topology.expert_parallel}"
     return "\n\n".join([head, title, table(rows), table(_rank_rows(plan)), "dry run: nothing was written"])
@@ -167,15 +188,16 @@ def report_lines(report: Report) -> list[str]:
     """What conversion met that a person should know."""
     lines = []
     if report.groups_zero_scale:
-        lines.append(f"{report.groups_zero_scale:,} groups with scale zero, kept exactly zero")
+        lines.append(f"{counted(report.groups_zero_scale, 'group')} with scale zero, kept exactly zero")
     if report.blocks_flushed:
-        lines.append(f"{report.blocks_flushed:,} NVFP4 blocks too small for the kernel's scale byte, flushed to zero")
+        blocks = counted(report.blocks_flushed, "NVFP4 block")
+        lines.append(f"{blocks} too small for the kernel's scale byte, flushed to zero")
     if report.scales_saturated:
-        lines.append(f"{report.scales_saturated:,} MXFP4 scales above the kernel's largest, saturated")
+        lines.append(f"{counted(report.scales_saturated, 'MXFP4 scale')} above the kernel's largest, saturated")
     if report.experts_requantized:
         worst = max(report.experts_requantized, key=lambda r: r.worst_relative_error)
         lines.append(
-            f"{len(report.experts_requantized)} experts requantised, worst relative scale error "
+            f"{counted(len(report.experts_requantized), 'expert')} requantised, worst relative scale error "
             f"{worst.worst_relative_error:.2g} in layer {worst.layer} expert {worst.expert}"
         )
     return lines
@@ -195,18 +217,20 @@ def conversion_json(done: Conversion, out: Path) -> dict[str, Any]:
     }
 
 
-def conversion_text(done: Conversion, plan: Plan, out: Path) -> str:
+def conversion_text(done: Conversion, plan: Plan, out: Path, src: str) -> str:
     """The summary after ``convert``."""
     if not done.files_written:
-        return f"{out} is complete: its {done.files_kept} files, of the same source and options, were finished before"
+        files = counted(done.files_kept, "file")
+        return f"{out} is complete: its {files}, of the same source and options, were finished before"
     rate = f"{done.source_bytes / 1e9 / max(done.seconds, 1e-9):.2f} GB/s"
+    workers = counted(done.workers, "worker")
     report = done.manifest.report
     rows: list[Sequence[object]] = [
         (
             "written",
-            f"{done.files_written} files" + (f", {done.files_kept} kept from before" if done.files_kept else ""),
+            counted(done.files_written, "file") + (f", {done.files_kept} kept from before" if done.files_kept else ""),
         ),
-        ("read", f"{size(done.source_bytes)} in {done.seconds:.1f} s ({rate}) with {done.workers} workers"),
+        ("read", f"{size(done.source_bytes)} in {done.seconds:.1f} s ({rate}) with {workers}"),
         ("experts", f"{report.experts_kept} kept, {report.experts_tail} tail"),
     ]
     lines = [
@@ -214,4 +238,5 @@ def conversion_text(done: Conversion, plan: Plan, out: Path) -> str:
         f"ep {plan.topology.expert_parallel} into {out}"
     ]
     lines += [table(rows), table(_rank_rows(plan)), *(f"  {line}" for line in report_lines(report))]
-    return "\n".join([*lines, f"next: hybrid-pack verify {out} --source {plan.source.root}"])
+    verify = shlex.join(["hybrid-pack", "verify", str(out), "--source", src])
+    return "\n".join([*lines, f"next: {verify}"])

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hybrid_pack.errors import DataError, EnvironmentFailure, HybridPackError, UsageError
 from hybrid_pack.io.config import read_document
@@ -136,7 +137,8 @@ def fetch_headers(repo_id: str, revision: str | None, folder: Path) -> None:
             return
         files = HfFileSystem()
         root = f"{repo_id}@{snapshot.name}"
-        sizes = {entry["name"].rsplit("/", 1)[1]: entry["size"] for entry in files.ls(root, detail=True)}
+        listed: Any = files.ls(root, detail=True)  # its type is not the same in every version
+        sizes: dict[str, int] = {entry["name"].rsplit("/", 1)[1]: entry["size"] for entry in listed}
 
         def stub(name: str) -> None:
             header = files.cat_file(f"{root}/{name}", start=0, end=min(FIRST_READ_BYTES, sizes[name]))

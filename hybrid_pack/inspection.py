@@ -308,10 +308,13 @@ def inspect_pack(root: Path, *, folder: str | None = None) -> Inspection:
         + sum(f.bytes for f in (*manifest.base.files, *manifest.files)),
         topologies=(
             TopologyView(
-                topology.tensor_parallel, None, layout.tiles, max(r.kept_bytes for r in ranks),
-                max(r.tail_bytes for r in ranks),
+                tp=topology.tensor_parallel,
+                why_not=None,
+                tiles=layout.tiles,
+                kept_bytes=max(r.kept_bytes for r in ranks),
+                tail_bytes=max(r.tail_bytes for r in ranks),
             ),
-        ),  # fmt: skip
+        ),
         legal_tp=(topology.tensor_parallel,),
         legal_ep=(topology.expert_parallel,),
         notes=manifest.report.notes,

@@ -94,9 +94,9 @@ def legal_tp(hidden: int, intermediate: int, limit: int = 64) -> list[int]:
     return [tp for tp in range(1, limit + 1) if why_not_tp(hidden, intermediate, tp) is None]
 
 
-def legal_ep(num_experts: int, limit: int = 64) -> list[int]:
-    """All legal expert-parallel sizes up to a limit, ascending."""
-    return [ep for ep in range(1, limit + 1) if why_not_ep(num_experts, ep) is None]
+def legal_ep(num_experts: int, limit: int | None = None) -> list[int]:
+    """All legal expert-parallel sizes, by default up to one expert a rank, ascending."""
+    return [ep for ep in range(1, (limit or num_experts) + 1) if why_not_ep(num_experts, ep) is None]
 
 
 def require_legal(hidden: int, intermediate: int, num_experts: int, topology: Topology) -> Tiles:

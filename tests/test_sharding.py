@@ -99,7 +99,7 @@ def test_legal_sizes() -> None:
     assert legal_tp(6144, 2048, limit=8) == [1, 2, 4, 8]
     assert legal_tp(2688, 1856) == [1, 29]
     assert legal_tp(2880, 2880) == []
-    assert legal_ep(256) == [1, 2, 4, 8, 16, 32, 64]
+    assert legal_ep(256) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
     assert legal_ep(256, limit=4) == [1, 2, 4]
     assert legal_ep(6) == [1, 2, 3, 6]
     assert why_not_ep(256, 3) == "256 experts are not divisible by 3"
@@ -123,7 +123,7 @@ def test_legal_sizes() -> None:
         (
             *(6144, 2048, 256, Topology(4, 3)),
             "--ep: expert-parallel size 3 is not possible: 256 experts are not divisible by 3;"
-            " legal sizes: 1, 2, 4, 8, 16, 32, 64",
+            " legal sizes: 1, 2, 4, 8, 16, 32, 64, 128, 256",
         ),
     ],
 )

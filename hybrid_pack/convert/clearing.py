@@ -46,8 +46,9 @@ def removal(out: Path, plan: Plan, state: State) -> Removal:
         state: What the journal says was written.
     """
     ours = {*(state.clearing or ()), *state.records, *plan.copied, *plan.written}
-    with contextlib.suppress(DataError):
-        ours |= set(read_manifest(out).paths())
+    if (out / MANIFEST).is_file():
+        with contextlib.suppress(DataError):
+            ours |= set(read_manifest(out).paths())
     found: list[Path] = []
     folders = {out / "experts"}
     foreign = []
@@ -75,9 +76,7 @@ def require_ours(out: Path, found: Removal) -> None:
     """
     if found.foreign:
         names = ", ".join(found.foreign[:3])
-        raise UsageError(
-            "files no conversion wrote are in the way", where=out, found=names, hint="move them away"
-        )
+        raise UsageError("files no conversion wrote are in the way", where=out, found=names, hint="move them away")
 
 
 def clear(out: Path, found: Removal, journal: Journal) -> None:

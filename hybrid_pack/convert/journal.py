@@ -64,6 +64,11 @@ class State:
         self.manifest: str | None = None
 
     @property
+    def begun(self) -> bool:
+        """Whether it holds anything that a later run must know."""
+        return self.fingerprint is not None or self.clearing is not None
+
+    @property
     def holds_work(self) -> bool:
         """Whether a later run has something to go on with: a finished file, or a removal that was not ended."""
         return bool(self.records) or self.clearing is not None or self.manifest is not None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hybrid_pack.convert.files import is_whole
-from hybrid_pack.convert.journal import Journal
+from hybrid_pack.convert.files import is_done, is_whole
+from hybrid_pack.convert.journal import Journal, manifest_records
 from hybrid_pack.errors import DataError, UsageError
 from hybrid_pack.io.digest import blake3_digest
 from hybrid_pack.io.manifest import MANIFEST, decode_manifest
@@ -34,7 +34,7 @@ def require_repairable(out: Path, plan: Plan, manifest: Manifest) -> None:
     Raises:
         UsageError: It has not; nothing was changed.
     """
-    lost = {path for path in lost_files(out, manifest)}
+    lost = set(lost_files(out, manifest))
     if [(b.path, b.nbytes) for b in plan.base] != [(b.path, b.bytes) for b in manifest.base.files]:
         raise UsageError(
             "the pack there has other base files than would be written now", where=out, hint="use --overwrite"
@@ -75,8 +75,8 @@ def end_repair(out: Path, plan: Plan, journal: Journal) -> tuple[Manifest, int]:
         DataError: A file is not what it was: the source has changed. Such files are removed again.
     """
     assert journal.manifest is not None
-    data = journal.manifest.encode("utf-8")
-    manifest = decode_manifest(data, out / MANIFEST)
+    manifest = decode_manifest(journal.manifest.encode("utf-8"), out / MANIFEST)
+    require_repairable(out, plan, manifest)
     small = 0
     for file in manifest.files:
         if not is_whole(out / file.path, file.bytes):
@@ -85,20 +85,34 @@ def end_repair(out: Path, plan: Plan, journal: Journal) -> tuple[Manifest, int]:
             make_folder(out, (out / file.path).parent)
             write_small(out / file.path, content)
             small += 1
-    digests = {entry.path: entry.digest for entry in (*manifest.shards, *manifest.base.files)}
-    wrong = [path for path, digest in digests.items() if journal.records[path]["digest"] != digest]
-    for path in wrong:
-        found = journal.records[path]["digest"]
-        journal.forget(path)
-        (out / path).unlink(missing_ok=True)
-    write_small(out / MANIFEST, data)
-    journal.remove()
-    if wrong:
+    wrong = put_back(out, journal)
+    if wrong is not None:
+        path, expected, found = wrong
         raise DataError(
             "the source is no longer what the pack there was made from: this file would differ",
-            where=out / wrong[-1],
-            expected=digests[wrong[-1]],
+            where=out / path,
+            expected=expected,
             found=found,
             hint="bring the source back and use --resume, or replace the pack with --overwrite",
         )
     return manifest, small
+
+
+def put_back(out: Path, journal: Journal) -> tuple[str, str, str] | None:
+    """Put the manifest back and end the journal: what is still missing is for the next repair.
+
+    Returns:
+        A file that was written and is not what it was, if there is one, with its digest then and now. All such files
+        are removed.
+    """
+    assert journal.manifest is not None
+    wanted = manifest_records(journal.manifest)
+    wrong = None
+    for path, record in list(journal.records.items()):
+        if is_done(out, journal, path) and record["digest"] != wanted[path]["digest"]:
+            wrong = (path, wanted[path]["digest"], record["digest"])
+            journal.forget(path)
+            (out / path).unlink()
+    write_small(out / MANIFEST, journal.manifest.encode("utf-8"))
+    journal.remove()
+    return wrong

@@ -49,6 +49,11 @@ def existing(path: Path) -> Path:
     return path
 
 
+def free_bytes(out: Path) -> int:
+    """Free where the output goes."""
+    return int(shutil.disk_usage(existing(out)).free)
+
+
 def default_workers() -> int:
     """Two threads a usable core, so that one computes while another waits for the disk."""
     return 2 * len(os.sched_getaffinity(0))
@@ -80,7 +85,7 @@ def resources(plan: Plan, out: Path, workers: int | None = None, max_ram: int | 
                 found=f"{max_ram / 2**20:.0f} MiB",
             )
         wanted = min(wanted, fitting)
-    return Resources(wanted, PROCESS_BYTES + wanted * each, plan.nbytes, shutil.disk_usage(existing(out)).free)
+    return Resources(wanted, PROCESS_BYTES + wanted * each, plan.nbytes, free_bytes(out))
 
 
 @dataclass(frozen=True)

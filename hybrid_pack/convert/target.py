@@ -13,6 +13,7 @@ from hybrid_pack.io.manifest import MANIFEST, README, read_manifest
 from hybrid_pack.plan import Plan
 from hybrid_pack.schemas.manifest import Manifest
 
+
 def _inside(path: Path, folder: Path) -> bool:
     return path == folder or folder in path.parents
 
@@ -33,8 +34,8 @@ def refuse_overlap(out: Path, plan: Plan) -> None:
 
 
 def _entries(out: Path) -> list[str]:
-    """What counts as content: everything but a model card and dot files such as ``.gitattributes``."""
-    return sorted(p.name for p in out.iterdir() if p.name != README and not p.name.startswith("."))
+    """What counts as content: everything but journal, model card and dot files such as ``.gitattributes``."""
+    return sorted(p.name for p in out.iterdir() if p.name not in (STATE, README) and not p.name.startswith("."))
 
 
 def matches_manifest(manifest: Manifest, fingerprint: dict[str, Any], plan: Plan) -> str | None:
@@ -71,9 +72,17 @@ def _no_pack(out: Path, present: list[str], problem: str) -> UsageError:
 
 
 def existing_pack(
-    out: Path, plan: Plan, fingerprint: dict[str, Any], *, resume: bool, overwrite: bool
+    out: Path, plan: Plan, fingerprint: dict[str, Any], *, begun: bool, resume: bool, overwrite: bool
 ) -> Manifest | None:
     """The finished pack of the same source and options that is already there, if the call may go on with it.
+
+    Args:
+        out: The output folder.
+        plan: What is to be written.
+        fingerprint: Of source and options.
+        begun: Whether a journal says that a conversion was begun there.
+        resume: Whether to go on with what is there.
+        overwrite: Whether to remove it.
 
     Raises:
         UsageError: Something else is there.
@@ -83,7 +92,7 @@ def existing_pack(
             raise UsageError("in the way of the output", where=out, expected="a folder or nothing")
         return None
     present = _entries(out)
-    nothing = MANIFEST not in present and STATE not in present
+    nothing = MANIFEST not in present and not begun
     if not present or overwrite:
         if present and nothing:
             raise _no_pack(out, present, "not a pack, so --overwrite will not touch it")
@@ -124,10 +133,12 @@ def check_state(out: Path, state: State, fingerprint: dict[str, Any], *, resume:
     Raises:
         UsageError: It is of another source or other options.
     """
-    if overwrite or state.fingerprint is None:
+    if overwrite or not state.begun:
         return
     if not resume:
         raise _in_the_way(out, finished=False)
+    if state.fingerprint is None:
+        return
     for key, ours in fingerprint.items():
         theirs = state.fingerprint.get(key)
         if theirs != ours and not (key == "source_times" and state.manifest is not None):  # there digests decide

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +16,21 @@ from hybrid_pack.layouts.scales import BlockScales, count_scale_bytes
 WORTH_SAYING_SECONDS = 1.0
 
 
+def _kernels() -> list[Any]:
+    from hybrid_pack.layouts import pack_kernels as k
+
+    return [k.pack_nf3_2p1, k.pack_fp4, k.pack_scales, k.count_bytes]
+
+
+def _compilations(kernel: Any) -> int:
+    return sum(kernel.stats.cache_misses.values())
+
+
 def compile_kernels() -> Iterator[str]:
-    """Compile, or load from numba's cache, every kernel a conversion uses; yields a line if that took long."""
+    """Compile, or load from numba's cache, every kernel a conversion uses; yields a line if compiling took long."""
     began = time.monotonic()
+    kernels = _kernels()
+    before = [_compilations(kernel) for kernel in kernels]
     n = k = 128
     Nf32p1(128).pack_rows(
         Rows.of(np.zeros((n, k // 8 * 3), np.uint8)), n, k, 0, np.empty(k // 16 * (n // 2) * 3, np.uint32)
@@ -29,5 +42,8 @@ def compile_kernels() -> Iterator[str]:
     BlockScales(32).pack_rows(scales, n, k, 0, np.zeros(256, np.uint8), np.empty(n * k // 32, np.uint8))
     count_scale_bytes(scales)
     seconds = time.monotonic() - began
-    if seconds > WORTH_SAYING_SECONDS:
-        yield f"compiled the pack kernels in {seconds:.1f} s (first use; cached for the next)"
+    compiled = [kernel for kernel, count in zip(kernels, before, strict=True) if _compilations(kernel) > count]
+    if compiled and seconds > WORTH_SAYING_SECONDS:
+        cached = all(kernel.stats.cache_path for kernel in compiled)
+        later = "first use; cached for the next" if cached else "no folder to cache them in can be written"
+        yield f"compiled the pack kernels in {seconds:.1f} s ({later})"

@@ -35,7 +35,7 @@ def open_pack(path: str | Path, *, expect_tp: int | None = None, expect_ep: int 
         expect_ep: Expert-parallel size likewise.
 
     Raises:
-        UsageError: It was made for other sizes.
+        UsageError: No such folder, or it was made for other sizes.
         DataError: No manifest, or it is not right.
         EnvironmentFailure: It cannot be read.
     """

@@ -32,9 +32,7 @@ from hybrid_pack.verify.warmup import compile_kernels
 __all__ = ["Check", "Finding", "NotChecked", "Progress", "VerifyReport", "verify_pack"]
 
 RULES = "manifest"
-UNFINISHED = (
-    "not there: an unfinished conversion, or one that is running: finish it with convert --resume"
-)
+UNFINISHED = "not there: an unfinished conversion, or one that is running: finish it with convert --resume"
 
 
 def verify_pack(
@@ -142,7 +140,9 @@ def _say_what_is_left_out(
     if quick:
         what = ["payload digests", "scale bytes"]
         if with_source:
-            what += [f"{kind} against the source" for kind in ("experts", "bytes of base tensors", "bytes of small files")]
+            what += [
+                f"{kind} against the source" for kind in ("experts", "bytes of base tensors", "bytes of small files")
+            ]
         for left in what:
             recorder.skip(left, "a quick verification was asked for")
     if not with_source:

@@ -200,9 +200,9 @@ def check_digests(
     job = _Job(root, pool, recorder, progress)
     plain = sorted((*manifest.base.files, *manifest.files), key=lambda file: -file.bytes)
     with (
+        recorder.checking(SCALES, "tensors", threads=True) as job.scales,
         recorder.checking(TENSORS, "tensors", threads=True) as tensors,
         recorder.checking(FILES, "files", threads=True) as files,
-        recorder.checking(SCALES, "tensors", threads=True) as job.scales,
     ):
         of_files = (partial(job.file, file, files) for file in plain if file.path not in recorder.bad_paths)
         shards = [shard for shard in scope.shards(manifest) if shard.path not in recorder.bad_paths]

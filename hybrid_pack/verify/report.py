@@ -182,11 +182,13 @@ class Recorder:
         if isinstance(error, EnvironmentFailure):
             self.cannot_read(check, path, error)
             return
-        place = where or (error.where or "").removeprefix(path).lstrip(":/ ") or None
-        if place is not None and place.endswith(path):  # the same file, by its full path
-            place = None
+        place = where or (error.where or "").removeprefix(f"{self._root}/")
+        if place.startswith(path):
+            place = place.removeprefix(path).lstrip(":/ ")
+        elif place == str(self._root) or place.endswith(path):  # the same file, by its full path
+            place = ""
         message = f"{error.problem}; {error.hint}" if error.hint else error.problem
-        self.find(check, path, message, where=place, expected=error.expected, found=error.found)
+        self.find(check, path, message, where=place or None, expected=error.expected, found=error.found)
 
     def cannot_read(self, check: str, path: str, error: EnvironmentFailure) -> None:
         """Remember that a file could not be read; once for each, whatever was to be read of it."""

@@ -86,7 +86,7 @@ def scale_rule(form: SourceFormat, second: float, global_scale: float, worst_err
         return _mxfp4(global_scale)
     nvfp4 = form.name == "nvfp4"
     exponent = scale_bytes.NVFP4_VALUE_EXPONENT if nvfp4 else scale_bytes.NF3_VALUE_EXPONENT
-    unit = np.float64(global_scale) * 2.0**exponent
+    unit = global_scale * 2.0**exponent
     with np.errstate(all="ignore"):  # bytes that mean NaN or infinity
         values, device = _stored_values(form, second), scale_bytes.DEVICE_VALUES * unit
         right = _equal(values, device)

@@ -38,8 +38,15 @@ def open_source(root: Path, manifest: Manifest, source: Path, recorder: Recorder
     """Open the source with the pack's own bit map; where that fails, what differs is a finding.
 
     A conversion may have been given a map that the checkpoint does not hold. Opening compares the map with the stored
-    formats, so a map that is wrong shows.
+    formats, so a map that is wrong shows. If the pack's config.json, which has the map, is damaged, the source's own is
+    used.
     """
+    if recorder.was_told(CONFIG) or CONFIG in recorder.bad_paths:
+        try:
+            return open_checkpoint(source)
+        except (DataError, EnvironmentFailure):
+            recorder.skip("the source's documents and headers", f"the pack's {CONFIG}, which has the map, is damaged")
+            return None
     try:
         return open_checkpoint(source, bit_map_file=root / CONFIG)
     except DataError as error:

@@ -113,9 +113,7 @@ def _all_outside(name: str, listed: Iterable[str], outside: Collection[str]) -> 
     return bool(held) and all(path in outside for path in held)
 
 
-def check_tree(
-    root: Path, manifest: Manifest, present: Mapping[str, Found], scope: Scope, recorder: Recorder
-) -> None:
+def check_tree(root: Path, manifest: Manifest, present: Mapping[str, Found], scope: Scope, recorder: Recorder) -> None:
     """Hold the folder against the manifest.
 
     Args:

@@ -24,7 +24,7 @@ def test_convert_says_what_it_did(source: Path, tmp_path: Path, command: Command
     result = command("convert", source, "--out", out, "--tp", 2)
     assert result.code == 0
     assert result.out.startswith(f"packed source for tp 2, ep 1 into {out}\n")
-    assert re.search(r"written +5 files\n", result.out)
+    assert re.search(r"written +12 files\n", result.out)
     assert re.search(r"experts +6 kept, 2 tail\n", result.out)
     assert result.out.splitlines()[-1] == f"next: hybrid-pack verify {out} --source {source}"
     assert "\r" not in result.err
@@ -36,11 +36,12 @@ def test_json_is_one_object(source: Path, tmp_path: Path, command: Command) -> N
     out = tmp_path / "out"
     result = command("convert", source, "--out", out, "--workers", 2, "--json")
     document = json.loads(result.out)
-    assert (result.code, result.err) == (0, "")
+    assert result.code == 0
+    assert re.fullmatch(r"(compiled .*\n)?convert: [\d.]+ kB\n", result.err), "progress, in plain lines"
     assert set(document) == {
         "out", "files_written", "files_kept", "source_bytes", "seconds", "workers", "self_digest", "report"
     }  # fmt: skip
-    assert (document["out"], document["files_written"], document["workers"]) == (str(out), 3, 2)
+    assert (document["out"], document["files_written"], document["workers"]) == (str(out), 10, 2)
     manifest = json.loads((out / "hybrid_pack.json").read_text())
     assert document["report"] == manifest["report"]
     assert document["self_digest"] == manifest["self_digest"]
@@ -91,8 +92,10 @@ def test_dry_run_says_where_the_disk_is_too_small(
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     result = command("convert", source, "--out", tmp_path / "out", "--dry-run")
-    assert result.code == 0
+    assert result.code == 3
     assert re.search(r"needed, 1 kB free at .*: NOT ENOUGH", result.out)
+    assert re.search(r"out: not enough disk space \(expected [\d,]+ bytes, found 1,000 free\)", result.err)
+    assert not (tmp_path / "out").exists()
 
 
 def test_dry_run_refuses_what_cannot_be_planned(source: Path, tmp_path: Path, command: Command) -> None:
@@ -164,7 +167,7 @@ def test_resume_and_overwrite(source: Path, tmp_path: Path, command: Command) ->
     before = stamps(out)
     result = command(*arguments, "--resume")
     assert (result.code, result.out) == (
-        0, f"{out} is complete: its 3 files, of the same source and options, were finished before\n"
+        0, f"{out} is complete: its 10 files, of the same source and options, were finished before\n"
     )  # fmt: skip
     assert stamps(out) == before
     assert command(*arguments, "--overwrite").code == 0

@@ -73,11 +73,13 @@ SHARD = "pack/experts/tp2-ep1/rank-1/layer-002.safetensors"
 
 CASES = {
     # how it is called: 2
-    "no_such_command": Case("pack source", 2, r"hybrid-pack: hybrid-pack: No such command 'pack'.* \(see --help\)"),
-    "no_such_option": Case("convert source --fast", 2, r"hybrid-pack convert: No such option.*--fast.*\(see --help\)"),
+    "no_such_command": Case("pack source", 2, r"hybrid-pack: No such command 'pack'.* \(see hybrid-pack --help\)"),
+    "no_such_option": Case(
+        "convert source --fast", 2, r"^hybrid-pack: convert: No such option.*--fast.*\(see hybrid-pack convert --help\)"
+    ),
     "no_such_global_option": Case("--verbose convert", 2, r"hybrid-pack: No such option.*--verbose"),
-    "no_source": Case("convert --out out", 2, r"hybrid-pack convert: Missing argument 'SRC'"),
-    "no_out": Case("convert source", 2, r"hybrid-pack convert: Missing option '--out'"),
+    "no_source": Case("convert --out out", 2, r"^hybrid-pack: convert: Missing argument 'SRC'"),
+    "no_out": Case("convert source", 2, r"^hybrid-pack: convert: Missing option '--out'"),
     "tp_no_number": Case(f"{CONVERT} --tp two", 2, r"Invalid value for '--tp': 'two' is not a valid integer"),
     "tp_zero": Case(f"{CONVERT} --tp 0", 2, r"--tp: a parallel size must be at least 1 \(found 0\)"),
     "tp_illegal": Case(f"{CONVERT} --tp 4", 2, r"--tp: tensor-parallel size 4 is not possible: .*; legal sizes: 1, 2$"),
@@ -114,12 +116,16 @@ CASES = {
     "out_has_files": Case(CONVERT, 2, r"out: the output folder is not empty and no pack \(found x", put("out/x")),
     "out_has_files_overwrite": Case(f"{CONVERT} --overwrite", 2, r"out: not a pack, so --overwrite", put("out/x")),
     "out_is_a_file": Case(CONVERT, 2, r"out: in the way of the output \(expected a folder or nothing\)", put("out")),
-    "out_is_a_pack": Case("convert source --out pack --tp 2", 2, r"pack: a finished pack is already there; go on with"),
+    "out_is_a_pack": Case("convert source --out pack --tp 2", 2, r"pack: a finished pack is already there; check and"),
     "out_is_another_pack": Case(
-        "convert source --out pack --resume", 2, r"options is there: tensor_parallel is 2, now 1"
+        "convert source --out pack --resume", 2, r"options is there: tensor_parallel was 2, now 1"
     ),
     "verify_missing": Case("verify nowhere", 2, r"nowhere: .*no"),
     "verify_no_rank": Case("verify pack --rank 2", 2, r"rank"),
+    "verify_map_without_source": Case("verify pack --bit-map map.json", 2, r"--source", put("map.json")),
+    "verify_no_map_file": Case("verify pack --source source --bit-map no.json", 2, r"'--bit-map': .*no\.json"),
+    "inspect_no_map_file": Case("inspect source --bit-map no.json", 2, r"'--bit-map': .*no\.json"),
+    "inspect_map_of_a_pack": Case("inspect pack --bit-map map.json", 2, r"--bit-map: a pack has", put("map.json")),
     "inspect_missing": Case("inspect nowhere", 2, r"nowhere: not a checkpoint folder"),
     # what is in the files: 1
     "empty_source": Case(
@@ -139,7 +145,15 @@ CASES = {
     "nan_scale": Case(
         CONVERT, 1, r"layers\.2\.mlp\.experts\.3\.down_proj.*: layer 2 expert 3: scale \[0, 0\]", nan_scale
     ),
-    "inspect_no_map": Case("inspect empty", 1, r"empty/config.json: no such file", lambda f: (f / "empty").mkdir()),
+    "inspect_neither": Case(
+        "inspect empty", 1, r"empty: neither a checkpoint nor a pack", lambda f: (f / "empty").mkdir()
+    ),
+    "inspect_unfinished": Case(
+        "inspect out",
+        1,
+        r"out: an unfinished conversion, or one that is running; finish it with convert --resume",
+        put("out/hybrid_pack.state.partial"),
+    ),
     # what the machine says: 3
     "out_below_a_file": Case("convert source --out file/out", 3, r"file/out: .*Not a directory", put("file")),
 }
@@ -206,7 +220,7 @@ def test_errors_while_converting(folder: Path, command: Command, monkeypatch: py
     monkeypatch.setattr("os.posix_fallocate", fail_with(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     result = command(*CONVERT.split())
     assert result.code == 3
-    assert re.search(r"out: the disk is full \(found No space left on device\); 0 of 3 files are finished", result.line)
+    assert re.search(r"out: the disk is full \(found No space left on device\); make room and run again$", result.line)
 
 
 @pytest.mark.parametrize("arguments", ["convert nowhere --out out", "convert source", "verify nowhere", "nothing"])

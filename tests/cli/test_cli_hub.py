@@ -131,9 +131,9 @@ ERRORS = {
     "offline": (
         made(errors.LocalEntryNotFoundError),
         3,
-        "not in the local cache, and the Hub cannot be reached; check",
+        "neither a local folder nor reachable on the Hub, and not whole in the local cache; check the path",
     ),
-    "offline_mode": (made(errors.OfflineModeIsEnabled), 3, "cannot fetch"),
+    "offline_mode": (made(errors.OfflineModeIsEnabled), 3, "neither a local folder nor reachable on the Hub"),
     "http": (made(errors.HfHubHTTPError), 3, "cannot fetch"),
     "no_room": (OSError(28, "No space left on device"), 3, r"cannot fetch \(found .*No space left on device\)"),
     "reset": (ConnectionResetError(104, "Connection reset by peer"), 3, r"cannot fetch \(found .*reset by peer\)"),

@@ -48,6 +48,8 @@ class Fault:
 
 def recorded(out: Path) -> set[str]:
     """Files the journal says are whole."""
+    if not (out / STATE).exists():
+        return set()
     lines = map(json.loads, (out / STATE).read_text().splitlines())
     return {line["path"] for line in lines if "path" in line}
 
@@ -58,12 +60,15 @@ def check_failed(error: EnvironmentFailure, out: Path, code: int, whole: dict[st
     full = code in (errno.ENOSPC, errno.EDQUOT)
     what, remedy = ("the disk is full", "make room") if full else ("the system failed", "put that right")
     done = len(weights(out))
+    kept, resume = (f"{done} of {FILES} weight files finished and kept: ", " with --resume") if done else ("", "")
     assert re.fullmatch(
         rf"{re.escape(str(out))}\S*: {what} \(found {re.escape(os.strerror(code))}\); "
-        rf"{done} of {FILES} files are finished and kept: {remedy} and run again with --resume",
+        rf"{kept}{remedy} and run again{resume}",
         text,
     ), text
     assert error.exit_code == 3
+    if not done and not recorded(out):
+        assert not any(out.iterdir()), "nothing is left behind"
     known = {"hybrid_pack.json", *recorded(out)} if STATE in names(out) else set()
     assert {name.removesuffix(".partial") for name in partials(out)} <= known
     if "hybrid_pack.json" in names(out):
@@ -126,7 +131,7 @@ def test_the_journal_stays_usable_for_the_other_threads(
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", write)
-        patch.setattr("hybrid_pack.convert._Run.all", ignore_failures)
+        patch.setattr("hybrid_pack.convert.work.Run.all", ignore_failures)
         with pytest.raises(KeyError):
             pack(source, out, 2, workers=1)
     assert len(calls) > 2
@@ -220,10 +225,10 @@ def test_too_little_space_is_seen_before(
     line = capsys.readouterr().err.splitlines()[-1]
     assert re.fullmatch(
         rf"hybrid-pack: {re.escape(str(out))}: not enough disk space \(expected [\d,]+ bytes, found 123,456 free\); "
-        r"free some, or choose another --out; finished files are kept for --resume",
+        r"free some, or choose another --out",
         line,
     ), line
-    assert names(out) == [STATE]
+    assert not out.exists()
 
 
 class Usage:
@@ -234,7 +239,7 @@ class Usage:
 def test_finished_files_need_no_space_again(
     source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor does what a killed run left of the others, which is removed first."""
+    """Nor does what a killed run left of the others, which is removed first: its space counts as free."""
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         Fault(patch, "pwrite", 60, errno.ENOSPC)
@@ -245,25 +250,21 @@ def test_finished_files_need_no_space_again(
     for name in left:
         (out / f"{name}.partial").parent.mkdir(parents=True, exist_ok=True)
         (out / f"{name}.partial").write_bytes(b"\1" * 1000)
-    needed = sum(len(whole[name]) for name in left)
-    free = [needed - 1]
-
-    def disk_usage(_: object) -> Usage:
-        assert not partials(out) or free[0] > needed, "asked after the rest was removed"
-        return Usage(free[0])
-
-    monkeypatch.setattr("hybrid_pack.convert.resources", lambda *_: Workers())
-    monkeypatch.setattr("shutil.disk_usage", disk_usage)
-    with pytest.raises(EnvironmentFailure, match=f"expected {needed:,} bytes, found {needed - 1:,} free"):
+    done = sum(len(whole[name]) for name in weights(out))
+    needed = sum(map(len, whole.values())) - len(whole["hybrid_pack.json"]) - done
+    reclaimed = sum((out / name).stat().st_blocks * 512 for name in partials(out))
+    assert reclaimed >= 1000 * len(left)
+    free = [needed - reclaimed - 1]
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(free[0]))
+    before = tree(out)
+    with pytest.raises(
+        EnvironmentFailure, match=rf"expected {needed:,} bytes, found {free[0]:,} free and {reclaimed:,}"
+    ):
         pack(source, out, 2, resume=True)
-    assert not partials(out)
+    assert tree(out) == before
     free[0] += 1
     pack(source, out, 2, resume=True)
     assert tree(out) == whole
-
-
-class Workers:
-    workers = 2
 
 
 @pytest.fixture
@@ -286,8 +287,10 @@ def test_a_disk_that_is_really_full(
     with pytest.raises(EnvironmentFailure, match="not enough disk space"):
         pack(source, out, 2)
     with monkeypatch.context() as patch:
-        patch.setattr("hybrid_pack.convert.require_disk", lambda *_: None)
-        with pytest.raises(EnvironmentFailure, match=r"the disk is full .* of 5 files are finished and kept") as caught:
+        patch.setattr("hybrid_pack.convert.require_disk", lambda *_, **__: None)
+        with pytest.raises(
+            EnvironmentFailure, match=r"the disk is full .* of 5 weight files finished and kept"
+        ) as caught:
             pack(source, out, 2, workers=1, resume=True)
     check_failed(caught.value, out, errno.ENOSPC, whole)
     assert not partials(out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +16,8 @@ from hybrid_pack.errors import EnvironmentFailure, HybridPackError, UsageError
 from hybrid_pack.io.checkpoint import open_checkpoint
 from hybrid_pack.plan import make_plan
 from hybrid_pack.sharding import Topology
+from hybrid_pack.synthetic import write_checkpoint
+from tests.checkpoints import SMALL
 
 REVISION = "0" * 40
 
@@ -52,8 +56,11 @@ def files(small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     snapshot = tmp_path / "snapshots" / REVISION
     snapshot.mkdir(parents=True)
 
-    def download(repo_id: str, revision: str | None, allow_patterns: list[str]) -> str:
-        assert repo_id == "org/name" and "*.safetensors" not in allow_patterns
+    def download(repo_id: str, revision: str | None, allow_patterns: list[str], local_files_only: bool = False) -> str:
+        assert repo_id == "org/name"
+        if local_files_only:
+            raise errors.LocalEntryNotFoundError("not there")
+        assert "*.safetensors" not in allow_patterns
         for path in small_checkpoint.glob("*.json"):
             (snapshot / path.name).write_bytes(path.read_bytes())
         return str(snapshot)
@@ -77,6 +84,65 @@ def test_headers_alone_make_the_same_plan(
         assert files.read_bytes < sum(p.stat().st_size for p in small_checkpoint.iterdir()) / 4
 
 
+class Cache:
+    """A local cache with a snapshot; the Hub itself must not be asked while it is whole."""
+
+    def __init__(self, source: Path, root: Path) -> None:
+        self.snapshot, self.online = root / "snapshots" / REVISION, 0
+        shutil.copytree(source, self.snapshot)
+
+    def download(
+        self, repo_id: str, revision: str | None, allow_patterns: list[str], local_files_only: bool = False
+    ) -> str:
+        if not local_files_only:
+            self.online += 1
+            raise errors.LocalEntryNotFoundError("no network")
+        assert tuple(allow_patterns) == hub.WANTED
+        return str(self.snapshot)
+
+
+@pytest.fixture
+def cache(small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    made = Cache(small_checkpoint, tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", made.download)
+    monkeypatch.setattr(huggingface_hub, "HfFileSystem", lambda: pytest.fail("the Hub is asked"))
+    return made
+
+
+def test_a_whole_snapshot_is_used_without_the_hub(cache: Cache, small_checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    hub.fetch_headers("org/name", None, folder)
+    found, real = open_checkpoint(folder, name="x"), open_checkpoint(small_checkpoint, name="x")
+    assert make_plan(found, Topology(1)).fingerprint() == make_plan(real, Topology(1)).fingerprint()
+    assert not cache.online
+
+
+def test_a_single_file_needs_no_index(cache: Cache, tmp_path: Path) -> None:
+    shutil.rmtree(cache.snapshot)
+    write_checkpoint(cache.snapshot, replace(SMALL, single_file=True))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    hub.fetch_headers("org/name", None, folder)
+    assert open_checkpoint(folder).layers and not cache.online
+
+
+@pytest.mark.parametrize("lost", ["model-00002-*", "model.safetensors.index.json", "config.json"])
+def test_a_snapshot_that_lacks_a_file_is_not_used(cache: Cache, tmp_path: Path, lost: str) -> None:
+    next(iter(cache.snapshot.glob(lost))).unlink()
+    with pytest.raises(EnvironmentFailure, match="not whole in the local cache"):
+        hub.fetch_headers("org/name", None, tmp_path)
+    assert cache.online == 1
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": []}'])
+def test_a_snapshot_with_a_broken_index_is_not_used(cache: Cache, tmp_path: Path, text: str) -> None:
+    (cache.snapshot / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(EnvironmentFailure):
+        hub.fetch_headers("org/name", None, tmp_path)
+    assert cache.online == 1
+
+
 def test_a_whole_checkpoint_is_fetched_without_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def download(repo_id: str, revision: str | None, allow_patterns: list[str]) -> str:
         assert (repo_id, revision) == ("org/name", "v1")
@@ -94,7 +160,12 @@ def test_a_whole_checkpoint_is_fetched_without_other_weights(monkeypatch: pytest
         (http_error(errors.GatedRepoError), EnvironmentFailure, "access to this repository must be granted"),
         (http_error(errors.RevisionNotFoundError), UsageError, "no such revision"),
         (errors.HFValidationError("bad"), UsageError, "no such repository"),
-        (errors.LocalEntryNotFoundError("offline"), EnvironmentFailure, "cannot be reached"),
+        (
+            errors.LocalEntryNotFoundError("offline"),
+            EnvironmentFailure,
+            "neither a local folder nor reachable on the Hub",
+        ),
+        (errors.OfflineModeIsEnabled("offline"), EnvironmentFailure, "neither a local folder nor reachable on the Hub"),
         (OSError(28, "No space left on device"), EnvironmentFailure, "No space left"),
         (RuntimeError("connection reset"), EnvironmentFailure, "cannot fetch .found connection reset"),
     ],

@@ -52,7 +52,7 @@ def test_only_the_manifest_is_read(packs: Packs, tmp_path: Path) -> None:
 def test_no_pack(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"not a pack: it has no manifest"):
         hybrid_pack.open_pack(tmp_path)
-    with pytest.raises(DataError, match=r"not a pack: it has no manifest"):
+    with pytest.raises(UsageError, match=r"nowhere: no such folder"):
         hybrid_pack.open_pack(tmp_path / "nowhere")
 
 

@@ -363,3 +363,33 @@ def test_damage_of_several_kinds_is_all_listed(pack: Path) -> None:
     add("extra.txt")(pack)
     remove("LICENSE")(pack)
     assert {finding.path for finding in verify_pack(pack).findings} == {SHARD, "extra.txt", "LICENSE"}
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, "LICENSE", MANIFEST])
+@pytest.mark.parametrize("with_source", [False, True])
+@pytest.mark.parametrize("old", [b"a", b'"'])
+def test_one_edited_file_is_one_finding(
+    pack: Path, small_checkpoint: Path, name: str, with_source: bool, old: bytes
+) -> None:
+    data = (pack / name).read_bytes()
+    (pack / name).write_bytes(data.replace(old, b"b", 1) if old in data else b"b" + data[1:])
+    report = verify_pack(pack, source=small_checkpoint if with_source else None)
+    assert [finding.path for finding in report.findings] == [name], text_of(report)
+
+
+@pytest.mark.parametrize("tensor", ["kept.expert_ids", "kept.w13_global_scale"])
+def test_one_damaged_small_tensor_is_one_finding(pack: Path, tensor: str) -> None:
+    entry = next(s for s in read_document(pack)["shards"] if s["path"] == SHARD.replace("004", "005"))
+    with (pack / entry["path"]).open("r+b") as file:
+        file.seek(entry["tensors"][tensor]["begin"])
+        file.write(b"\xff\xff\xff\xff")
+    assert [(finding.path, finding.where) for finding in verify_pack(pack).findings] == [
+        (entry["path"], f"{tensor}[0]")
+    ]
+
+
+def test_a_truncated_base_file_is_one_finding_with_a_source_too(pack: Path, small_checkpoint: Path) -> None:
+    truncate(BASE, 1)(pack)
+    report = verify_pack(pack, source=small_checkpoint)
+    assert [finding.path for finding in report.findings] == [BASE]
+    assert f"base tensors of {BASE} against the source" in [left.what for left in report.not_checked]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hybrid_pack.synthetic import Spec, write_checkpoint
 from hybrid_pack.verify import verify_pack
 from tests.checkpoints import KEPT_GATE, SMALL, edit_tensors
 from tests.verify.conftest import make_pack
-from tests.verify.packs import read_document, text_of
+from tests.verify.packs import editing, read_document, text_of
 
 DIALECTS = {
     "nvfp4": SMALL,
@@ -123,6 +124,7 @@ def test_the_report_names_every_check_with_counts_and_bytes(good_pack: Path, sma
         "source structure",
         "file digests",
         "tensor digests",
+        "scale bytes",
         "small files against the source",
         "base tensors against the source",
         "experts against the source",
@@ -130,9 +132,51 @@ def test_the_report_names_every_check_with_counts_and_bytes(good_pack: Path, sma
     assert checks["tensor digests"].count == sum(len(shard["tensors"]) for shard in document["shards"])
     payload = sum(t["end"] - t["begin"] for shard in document["shards"] for t in shard["tensors"].values())
     assert checks["tensor digests"].nbytes == payload
+    scales = [name for shard in document["shards"] for name in shard["tensors"] if re.fullmatch(r".*w\d+_scale", name)]
+    assert checks["scale bytes"].count == len(scales)
     assert checks["file digests"].nbytes == sum(f["bytes"] for f in (*document["base"]["files"], *document["files"]))
     assert json.loads(json.dumps(report.as_dict()))["ok"] is True
 
 
 def test_the_same_pack_with_any_number_of_workers(good_pack: Path) -> None:
     assert all(verify_pack(good_pack, workers=workers).ok for workers in (1, 3, 8))
+
+
+def test_what_a_pack_declares_is_said(tmp_path: Path) -> None:
+    """By the report: rounding, blocks flushed, scales saturated, layers omitted, notes. No findings."""
+    source = tmp_path / "source"
+    write_checkpoint(source, replace(SMALL, second_scale="unequal"))
+    pack = make_pack(source, tmp_path / "pack", Topology(1, 1), on_scale_mismatch="requantize", layers=[3])
+    report = verify_pack(pack)
+    assert report.ok
+    requantised, omitted = report.declared[0], next(line for line in report.declared if "omitted" in line)
+    worst = max(entry["worst_relative_error"] for entry in read_document(pack)["report"]["experts_requantized"])
+    assert re.fullmatch(
+        rf"2 experts requantised, worst relative scale error {worst:.2g} in layer 3 expert \d", requantised
+    )
+    assert omitted == "layers omitted, their experts are not in the pack: 4-5"
+    with editing(pack) as editor:
+        editor.document["report"].update(blocks_flushed=1, scales_saturated=1234, notes=["an oddity"])
+    assert verify_pack(pack).declared == (
+        requantised,
+        "1 NVFP4 block too small for the kernel's scale byte, flushed to zero",
+        "1,234 MXFP4 scales above the kernel's largest, saturated",
+        omitted,
+        "an oddity",
+    )
+    assert verify_pack(pack).as_dict()["declared"][-1] == "an oddity"
+
+
+def test_an_exact_pack_declares_nothing(good_pack: Path) -> None:
+    assert verify_pack(good_pack).declared == ()
+
+
+def test_no_number_in_a_config_is_the_same_as_itself(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    write_checkpoint(source, SMALL)
+    config = json.loads((source / "config.json").read_text())
+    config["odd"] = {"value": [float("nan"), float("inf")]}
+    config["quantization_config"]["odd"] = float("nan")
+    (source / "config.json").write_text(json.dumps(config))
+    report = verify_pack(make_pack(source, tmp_path / "pack", Topology()), source=source)
+    assert report.ok, text_of(report)

@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from hybrid_pack.errors import DataError, EnvironmentFailure
+from hybrid_pack.convert import journal
+from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
 from hybrid_pack.io import manifest as rules
-from hybrid_pack.io.manifest import MANIFEST, decode_manifest, encode_manifest, read_manifest
+from hybrid_pack.io.manifest import MANIFEST, STATE, decode_manifest, encode_manifest, read_manifest
 from hybrid_pack.verify import verify_pack
 from tests.verify.packs import read_document, text_of
 
@@ -293,6 +295,31 @@ def test_no_manifest(pack: Path) -> None:
     report = verify_pack(pack)
     assert not report.ok
     assert "not a pack: it has no manifest; finish the conversion with --resume" in text_of(report)
+    with pytest.raises(UsageError, match="nowhere: no such folder"):
+        read_manifest(pack / "nowhere")
+    with pytest.raises(UsageError, match=r"config\.json: not a folder"):
+        read_manifest(pack / "config.json")
+    shutil.rmtree(pack / "experts")
+    (pack / STATE).touch()
+    with pytest.raises(DataError, match="it has no manifest; finish the conversion with --resume"):
+        read_manifest(pack)
+
+
+def test_the_journal_is_that_of_a_conversion() -> None:
+    assert STATE == journal.STATE
+
+
+def test_an_unfinished_conversion_is_one_finding(pack: Path) -> None:
+    (pack / MANIFEST).unlink()
+    (pack / STATE).touch()
+    (pack / f"{MANIFEST}.partial").touch()
+    shard = next((pack / "experts").rglob("*.safetensors"))
+    shard.rename(f"{shard}.partial")
+    report = verify_pack(pack)
+    assert text_of(report) == (
+        f"{MANIFEST}: not there: an unfinished conversion, or one that is running: finish it with convert --resume"
+    )
+    assert "remove" not in text_of(report)
 
 
 def test_a_folder_in_its_place(pack: Path) -> None:
@@ -320,4 +347,7 @@ def test_one_that_cannot_be_read(pack: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(Path, "read_bytes", fail)
     with pytest.raises(EnvironmentFailure, match=r"cannot read.*Input/output error"):
-        verify_pack(pack)
+        read_manifest(pack)
+    report = verify_pack(pack)
+    assert [str(entry) for entry in report.unread] == [f"{MANIFEST}: could not be read (found Input/output error)"]
+    assert not report.findings and report.exit_code == 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -101,3 +103,13 @@ def test_mxfp4_is_the_byte_plus_the_shift_up_to_the_largest(shift: int) -> None:
             assert right == ([stored + shift] if stored + shift <= 247 else [247, stored + shift])
     assert rule.saturated[:, 247].nonzero()[0].tolist() == list(range(248 - shift, 255))
     assert not rule.right[255].any()
+
+
+@pytest.mark.parametrize("form", [NVFP4, MXFP4, NF3, KQUANT])
+@pytest.mark.parametrize("number", [0.0, -1.0, 5e-324, 1.7e308, np.inf, np.nan])
+def test_no_number_makes_numpy_warn(form: SourceFormat, number: float) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for second, scale in ((number, 1.0), (1.0, number), (number, number)):
+            for error in (0.0, 0.01):
+                scale_rule.__wrapped__(form, second, scale, error)

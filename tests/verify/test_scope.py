@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -20,8 +21,10 @@ from hybrid_pack.layouts import pack_kernels, scale_bytes
 from hybrid_pack.layouts.nf3_2p1 import Nf32p1
 from hybrid_pack.layouts.packed_fp4 import PackedFp4
 from hybrid_pack.layouts.scales import BlockScales
-from hybrid_pack.verify import verify_pack
+from hybrid_pack.verify import VerifyReport, verify_pack, warmup
+from hybrid_pack.verify.progress import Silent
 from hybrid_pack.verify.reading import PackFile
+from tests.checkpoints import TAIL_GATE, edit_tensors, shard_of
 from tests.verify.packs import flip, read_document, text_of
 
 SHARD = "experts/tp2-ep2/rank-1/layer-004.safetensors"
@@ -54,10 +57,35 @@ def test_quick_still_reads_the_documents(pack: Path, name: str) -> None:
     assert {finding.path for finding in verify_pack(pack, quick=True).findings} == {name}
 
 
-def test_quick_with_a_source_compares_values(pack: Path, small_checkpoint: Path) -> None:
+def test_quick_with_a_source_compares_structure_and_identity_alone(
+    pack: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flip(pack / SHARD, 5000)
-    report = verify_pack(pack, quick=True, source=small_checkpoint)
-    assert {finding.check for finding in report.findings} == {"experts against the source"}
+    flip(pack / "tokenizer.json", 5)
+    monkeypatch.setattr(reader.TensorReader, "read", lambda *_: pytest.fail("payload was read"))
+    report = verify_pack(pack, quick=True, source=checkpoint)
+    assert report.ok, text_of(report)
+    assert set(left_out(report)) == {
+        "payload digests",
+        "scale bytes",
+        "experts against the source",
+        "bytes of base tensors against the source",
+        "bytes of small files against the source",
+    }
+    assert [check.name for check in report.checks][-4:] == [
+        "source identity",
+        "source structure",
+        "names of small files and config.json against the source",
+        "base headers against the source",
+    ]
+    assert sum(check.nbytes for check in report.checks) < 200_000
+    with edit_tensors(checkpoint) as tensors:
+        stored = tensors["lm_head.weight"]
+        stored.dtype = "F16"
+    (checkpoint / "LICENSE").unlink()
+    found = text_of(verify_pack(pack, quick=True, source=checkpoint))
+    assert "lm_head.weight: not as in the source (expected F16" in found
+    assert "LICENSE: not a file of the source" in found
 
 
 def test_one_rank_needs_only_its_own_shards(pack: Path, small_checkpoint: Path) -> None:
@@ -107,9 +135,52 @@ def test_no_folder(good_pack: Path, name: str) -> None:
         verify_pack(good_pack / name)
 
 
+def test_a_checkpoint_is_no_pack(small_checkpoint: Path) -> None:
+    assert text_of(verify_pack(small_checkpoint)).startswith("hybrid_pack.json: this is a checkpoint, not a pack;")
+
+
+def test_paths_may_be_text(good_pack: Path, small_checkpoint: Path) -> None:
+    report = verify_pack(str(good_pack), source=str(small_checkpoint))
+    assert report.ok and report.root == str(good_pack)
+    assert next(check.count for check in report.checks if check.name == "experts against the source") == 12
+
+
+class Lines(Silent):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.started: list[int] = []
+        self.lines: list[str] = []
+
+    def start(self, total_bytes: int, done_bytes: int) -> None:
+        self.started.append(total_bytes)
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_no_progress_where_nothing_is_read(good_pack: Path, small_checkpoint: Path) -> None:
+    watch = Lines()
+    verify_pack(good_pack, quick=True, source=small_checkpoint, progress=watch)
+    assert watch.started == []
+    verify_pack(good_pack, progress=watch)
+    assert len(watch.started) == 1
+
+
+def test_kernels_that_are_compiled_are_said_once(
+    good_pack: Path, small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, compiled = Lines(), iter([0, 2, 2, 2])
+    monkeypatch.setattr(warmup, "_compiled", lambda: next(compiled))
+    for _ in range(2):
+        verify_pack(good_pack, source=small_checkpoint, progress=watch)
+    assert len(watch.lines) == 1
+    assert re.fullmatch(r"compiled the unpack kernels in \d+\.\d s \(.*\)", watch.lines[0])
+
+
 def test_an_empty_folder_is_no_pack(tmp_path: Path) -> None:
     report = verify_pack(tmp_path)
-    assert "not a pack: it has no manifest" in text_of(report)
+    assert text_of(report) == "hybrid_pack.json: not a pack: it has no manifest"
     assert left_out(report) == {"everything else": "there is no valid manifest"}
 
 
@@ -126,7 +197,7 @@ def test_progress_adds_up(good_pack: Path, small_checkpoint: Path) -> None:
                 self.done += nbytes
 
         def note(self, text: str) -> None:
-            raise AssertionError(text)
+            assert text.startswith("compiled the unpack kernels in ")
 
     for options in ({}, {"rank": 1}, {"layers": [3]}):
         watch = Watch()
@@ -187,19 +258,64 @@ def failing(place: str) -> Callable[..., int]:
     return preadv
 
 
-@pytest.mark.parametrize("place", ["layer-004", "tokenizer.json", "model-00001-of-00001"])
-def test_a_disk_that_fails_is_the_machines_fault(good_pack: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def unread(report: VerifyReport) -> list[str]:
+    return [str(entry) for entry in report.unread]
+
+
+@pytest.mark.parametrize(
+    ("place", "files"),
+    [
+        ("layer-004", [f"experts/tp2-ep2/rank-{rank}/layer-004.safetensors" for rank in range(4)]),
+        ("tokenizer.json", ["tokenizer.json"]),
+        ("model-00001-of-00001", ["model-00001-of-00001.safetensors"]),
+    ],
+)
+@pytest.mark.parametrize("with_source", [False, True])
+def test_a_disk_that_fails_is_no_finding_and_the_rest_is_checked(
+    pack: Path, small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, place: str, files: list[str], with_source: bool
+) -> None:
     monkeypatch.setattr(os, "preadv", failing(place))
-    with pytest.raises(EnvironmentFailure, match=f"{place}.*cannot read.*Input/output error"):
-        verify_pack(good_pack, workers=2)
+    source = small_checkpoint if with_source else None
+    report = verify_pack(pack, workers=2, source=source)
+    assert unread(report) == [f"{name}: could not be read (found Input/output error)" for name in files]
+    assert not report.findings and not report.ok and report.exit_code == 3
+    flip(pack / "LICENSE", 3)
+    report = verify_pack(pack, workers=2, source=source)
+    assert len(report.unread) == len(files)
+    assert {finding.path for finding in report.findings} == {"LICENSE"} and report.exit_code == 1
 
 
 def test_a_disk_that_fails_under_the_source(
     good_pack: Path, small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "preadv", failing("source0/small/model-00002"))
-    with pytest.raises(EnvironmentFailure, match="model-00002"):
-        verify_pack(good_pack, source=small_checkpoint)
+    file = shard_of(small_checkpoint, f"{TAIL_GATE}.weight_packed")
+    monkeypatch.setattr(os, "preadv", failing(f"source0/small/{file.name}"))
+    report = verify_pack(good_pack, source=small_checkpoint)
+    assert unread(report) == [f"{file}: could not be read (found Input/output error)"]
+    assert not report.findings
+    assert 0 < next(check.count for check in report.checks if check.name == "experts against the source") < 12
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "model-00001", "config.json"])
+def test_a_source_that_may_not_be_read(
+    good_pack: Path, small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    real = {"read_bytes": Path.read_bytes, "open": Path.open}
+
+    def denied(function: str) -> Callable[..., Any]:
+        def call(path: Path, *args: Any, **options: Any) -> Any:
+            if path.parent == small_checkpoint and path.name.startswith(name):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            return real[function](path, *args, **options)
+
+        return call
+
+    for function in real:
+        monkeypatch.setattr(Path, function, denied(function))
+    report = verify_pack(good_pack, source=small_checkpoint)
+    assert re.fullmatch(rf"{small_checkpoint}/{name}.*: could not be read .found Permission denied.", *unread(report))
+    assert not report.findings and report.exit_code == 3
+    assert ("everything against the source" in left_out(report)) == (name != "tokenizer.json")
 
 
 @pytest.mark.parametrize("name", [SHARD, "model-00001-of-00001.safetensors", "tokenizer.json"])
@@ -258,8 +374,9 @@ def test_a_file_that_may_not_be_read(good_pack: Path, monkeypatch: pytest.Monkey
         return real(path, *args, **options)
 
     monkeypatch.setattr(os, "open", denied)  # as root nothing is denied
-    with pytest.raises(EnvironmentFailure, match=rf"{name}: cannot read .found Permission denied"):
-        verify_pack(good_pack)
+    report = verify_pack(good_pack)
+    assert unread(report) == [f"{name}: could not be read (found Permission denied)"]
+    assert not report.findings and report.exit_code == 3
 
 
 def test_a_folder_that_may_not_be_listed(good_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +388,18 @@ def test_a_folder_that_may_not_be_listed(good_pack: Path, monkeypatch: pytest.Mo
         return real(path)
 
     monkeypatch.setattr(os, "scandir", denied)
-    with pytest.raises(EnvironmentFailure, match=r"rank-1: cannot read .found Permission denied"):
+    report = verify_pack(good_pack)
+    assert unread(report) == ["experts/tp2-ep2/rank-1: could not be read (found Permission denied)"]
+    assert not report.findings
+    assert verify_pack(good_pack, rank=0).ok, "that rank is not asked for"
+
+
+def test_a_pack_that_may_not_be_listed(good_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Any) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(EnvironmentFailure, match=r"cannot read .found Permission denied"):
         verify_pack(good_pack)
 
 

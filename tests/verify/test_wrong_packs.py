@@ -330,7 +330,7 @@ def test_every_single_wrong_code_of_an_expert_is_found(pack: Path, small_checkpo
             at = int(rng.integers(0, len(data)))
             data[at] = (data[at] + byte) & 0x7F if name.endswith("scale") else (data[at] + byte) & 0xFF
             tensors[name].data = bytes(data)
-    report = verify_pack(pack, source=source, quick=True)
+    report = verify_pack(pack, source=source)
     assert report.findings_total >= len(names)
     for expert in range(4):
         assert f"layer 3 expert {expert}" in text_of(report)

@@ -1,0 +1,186 @@
+"""The work of a conversion: experts and base files, carried out by threads."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from hybrid_pack.convert.base import copy_base
+from hybrid_pack.convert.expert import ExpertPacker
+from hybrid_pack.convert.journal import Journal
+from hybrid_pack.convert.layer import LayerJob
+from hybrid_pack.convert.scales import OnScaleMismatch, check_pair, check_second
+from hybrid_pack.io.checkpoint import Layer
+from hybrid_pack.io.reader import TensorReader
+from hybrid_pack.plan import BasePlan, Plan
+
+
+class Progress(Protocol):
+    """Told how a conversion goes on; called from several threads."""
+
+    def start(self, total_bytes: int, done_bytes: int) -> None:
+        """Source bytes in all, and those whose files were finished before."""
+
+    def advance(self, nbytes: int) -> None:
+        """Source bytes read and done since the last call."""
+
+    def note(self, text: str) -> None:
+        """Something worth a line."""
+
+
+class Silent:
+    """Progress that nobody sees."""
+
+    def start(self, total_bytes: int, done_bytes: int) -> None:
+        """Nothing."""
+
+    def advance(self, nbytes: int) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+
+Task = Callable[[ExpertPacker], int]
+
+
+def _second_scales(
+    layer: Layer, wanted: list[int], reader: TensorReader, on_mismatch: OnScaleMismatch
+) -> Mapping[int, list[float]]:
+    """Second-level scales of gate, up and down of each expert, checked before any expert is packed."""
+    seconds: dict[int, list[float]] = {}
+    value = np.empty(4, np.uint8)
+    for expert in wanted:
+        matrices = layer.experts[expert]
+        where = f"layer {layer.index} expert {expert}"
+        seconds[expert] = [1.0, 1.0, 1.0]
+        for i, matrix in enumerate(matrices.matrices):
+            if matrix.second is not None:
+                reader.read(matrix.second, value)
+                seconds[expert][i] = float(value.view("<f4")[0])
+                check_second(matrix, seconds[expert][i], where)
+        check_pair(matrices, seconds[expert][0], seconds[expert][1], where, on_mismatch)
+    return seconds
+
+
+def layer_jobs(
+    out: Path, plan: Plan, done: Collection[str], reader: TensorReader, on_mismatch: OnScaleMismatch
+) -> list[LayerJob]:
+    """The layers with files that are not done, their second-level scales checked."""
+    jobs = []
+    for index in plan.layers:
+        shards = [s for s in plan.shards if s.layer == index and s.path not in done]
+        if shards:
+            layer = plan.source.layers[index]
+            wanted = sorted({e for s in shards for e in (*s.kept, *s.tail)})
+            jobs.append(LayerJob(out, plan, layer, shards, _second_scales(layer, wanted, reader, on_mismatch)))
+    return jobs
+
+
+def _layer_bytes(plan: Plan, index: int, experts: list[int]) -> int:
+    return sum(
+        at.header.nbytes
+        for e in experts
+        for m in plan.source.layers[index].experts[e].matrices
+        for at in (m.codes, m.scales)
+    )
+
+
+class Run:
+    """The worker threads of one conversion, and the first thing that went wrong in them."""
+
+    def __init__(self, plan: Plan, workers: int) -> None:
+        self.plan = plan
+        self.workers = workers
+        self.stopped = threading.Event()
+        self._lock = threading.Lock()
+
+    def all(self, tasks: Iterator[Task]) -> int:
+        """Carry out tasks in order of their start; the first failure stops the others.
+
+        Returns:
+            Source bytes read.
+        """
+
+        def work() -> int:
+            packer = ExpertPacker(self.plan.geometry, self.plan.topology.tensor_parallel)
+            total = 0
+            try:
+                while not self.stopped.is_set():
+                    with self._lock:
+                        task = next(tasks, None)
+                    if task is None:
+                        break
+                    total += task(packer)
+            except BaseException:
+                self.stopped.set()
+                raise
+            return total
+
+        with ThreadPoolExecutor(self.workers, "hybrid-pack") as pool:
+            futures = [pool.submit(work) for _ in range(self.workers)]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+            except BaseException:
+                self.stopped.set()
+                raise
+        failures = [f.exception() for f in futures if f.exception() is not None]
+        if failures:
+            raise failures[0]  # type: ignore[misc]
+        return sum(f.result() for f in futures)
+
+
+def fill(
+    out: Path,
+    plan: Plan,
+    journal: Journal,
+    workers: int,
+    base: list[BasePlan],
+    jobs: list[LayerJob],
+    reader: TensorReader,
+    progress: Progress,
+) -> int:
+    """Write shards and base files.
+
+    Returns:
+        Source bytes read.
+    """
+    todo = sum(_layer_bytes(plan, job.layer.index, job.experts) for job in jobs)
+    todo += sum(t.header.nbytes for b in base for t in b.tensors)
+    progress.start(plan.source_bytes, plan.source_bytes - todo)
+    run = Run(plan, workers)
+
+    def base_task(number: int) -> Task:
+        def task(_: ExpertPacker) -> int:
+            copy_base(out, base[number], reader, journal, progress.advance, run.stopped.is_set)
+            return sum(t.header.nbytes for t in base[number].tensors)
+
+        return task
+
+    def expert_task(job: LayerJob, at: int) -> Task:
+        def task(packer: ExpertPacker) -> int:
+            if at + workers < len(job.experts):
+                for matrix in job.layer.experts[job.experts[at + workers]].matrices:
+                    reader.prefetch(matrix.codes)
+                    reader.prefetch(matrix.scales)
+            nbytes = job.pack(job.experts[at], packer, reader, journal)
+            progress.advance(nbytes)
+            return nbytes
+
+        return task
+
+    tasks = itertools.chain(
+        (base_task(i) for i in range(len(base))),
+        (expert_task(job, at) for job in jobs for at in range(len(job.experts))),
+    )
+    try:
+        return run.all(tasks)
+    finally:
+        for job in jobs:
+            job.discard()
