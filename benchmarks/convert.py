@@ -3,8 +3,8 @@
     python -m benchmarks.convert [--folder DIR] [--runs N]
 
 Packers: GB of stored bytes (codes and scales) a second, one GLM-5.2 TP4 rank's share of an expert at a time, on one
-thread and on two. Conversion: two layers of 48 experts at GLM-5.2 widths, whole processes, digests and fsync included,
-interleaved with ``cp -r`` and ``sync``, source in the page cache.
+thread and on two. Conversion: two layers of 128 experts at GLM-5.2 widths (4.5 GB), whole processes, digests and fsync
+included, interleaved with ``cp -r`` and ``sync``, source in the page cache.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ GEOMETRY = RankGeometry(6144, 2048 // TP, (64, 256, 64, 256))
 SECONDS = 2.0
 
 
-def checkpoint(folder: Path, kept_format: str) -> Path:
-    """Two layers of 48 experts, 12 kept, at GLM-5.2 widths: about 1.5 GB."""
+def checkpoint(folder: Path, kept_format: str, experts: int) -> Path:
+    """Two layers at GLM-5.2 widths, a quarter of the experts kept: 32 MB an expert and layer pair."""
     root = folder / f"source-{kept_format}"
     spec = Spec(
-        hidden=6144, intermediate=2048, num_experts=48, kept=12, top_k=8, moe_layers=(3, 4), dense_layers=(0,),
-        mtp_layer=False, kept_format="mxfp4" if kept_format == "mxfp4" else "nvfp4",
+        hidden=6144, intermediate=2048, num_experts=experts, kept=experts // 4, top_k=8, moe_layers=(3, 4),
+        dense_layers=(0,), mtp_layer=False, kept_format="mxfp4" if kept_format == "mxfp4" else "nvfp4",
     )  # fmt: skip
     write_checkpoint(root, spec)
     return root
@@ -118,16 +118,16 @@ def convert_and_cp(source: Path, out: Path, runs: int) -> dict[str, Any]:
 def main() -> None:
     """Measure, print and keep."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, help="where to work; 5 GB are needed")
+    parser.add_argument("--folder", type=Path, help="where to work; 10 GB are needed")
     parser.add_argument("--runs", type=int, default=5)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as work:
         folder = Path(work)
         result: dict[str, Any] = {"question": __doc__.strip().splitlines()[0], "machine": common.machine(folder)}
-        source = checkpoint(folder, "nvfp4")
+        source = checkpoint(folder, "nvfp4", 128)
         result["conversion"] = convert_and_cp(source, folder / "out", options.runs)
         layer = open_checkpoint(source).layers[3]
-        mxfp4 = open_checkpoint(checkpoint(folder, "mxfp4")).layers[3]
+        mxfp4 = open_checkpoint(checkpoint(folder, "mxfp4", 8)).layers[3]
         experts = {
             "nf3": layer.experts[layer.tail[0]],
             "nvfp4": layer.experts[layer.kept[0]],

@@ -221,7 +221,9 @@ def conversion_text(done: Conversion, plan: Plan, out: Path, src: str) -> str:
     """The summary after ``convert``."""
     if not done.files_written:
         files = counted(done.files_kept, "file")
-        return f"{out} is complete: its {files}, of the same source and options, were finished before"
+        return (
+            f"{out} is complete: its {files}, of the same source and options, have their size; verify proves the rest"
+        )
     rate = f"{done.source_bytes / 1e9 / max(done.seconds, 1e-9):.2f} GB/s"
     workers = counted(done.workers, "worker")
     report = done.manifest.report

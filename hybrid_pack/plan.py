@@ -14,7 +14,7 @@ from hybrid_pack.io.bitmap import KEY
 from hybrid_pack.io.checkpoint import Checkpoint, Layer
 from hybrid_pack.io.config import CONFIG, HF_QUANT_CONFIG
 from hybrid_pack.io.digest import blake3_digest
-from hybrid_pack.io.manifest import BASE_INDEX, MANIFEST, README, shard_header
+from hybrid_pack.io.manifest import BASE_INDEX, MANIFEST, README, STATE, shard_header
 from hybrid_pack.io.safetensors import TensorHeader, build_header
 from hybrid_pack.io.shards import INDEX, Located
 from hybrid_pack.layouts.shard import KeptScaleFormat, RankGeometry, ShardTensor, shard_path, shard_tensors
@@ -26,6 +26,9 @@ BASE_FILE_BYTES = 5_000_000_000
 
 SMALL_FILE_LIMIT = 64 << 20
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx", ".partial")
+NOT_COPIED = frozenset({CONFIG, HF_QUANT_CONFIG, INDEX, MANIFEST, README.casefold(), STATE.removesuffix(".partial")})
+MAX_NAME_BYTES = 240
+"""File systems hold 255, and files are written under a longer name first."""
 SMALL_FOLDERS = ("additional_chat_templates",)
 SCALE_FORMATS: Mapping[str | None, KeptScaleFormat | None] = {"nvfp4": "e4m3_k16", "mxfp4": "e8m0_k32", None: None}
 
@@ -206,6 +209,15 @@ def _alignment_key(tensor: Located) -> tuple[int, str]:
     return (-(header.nbytes // elements if elements else 0), header.name)
 
 
+def _leads_out(path: Path, root: Path) -> bool:
+    """Whether a file is a link to somewhere else than the source, or its blobs in the Hugging Face cache."""
+    target = path.resolve()
+    homes = [root.resolve()] + (
+        [root.resolve().parent.parent / "blobs"] if root.resolve().parent.name == "snapshots" else []
+    )
+    return path.is_symlink() and not any(home in target.parents for home in homes)
+
+
 def _stays_behind(path: Path) -> bool:
     """Whether something at the top of a source has no place in a pack: other weight formats, further folders."""
     if path.name.startswith(".") or path.suffix == ".safetensors":
@@ -223,15 +235,25 @@ def _small_files(root: Path) -> tuple[dict[str, Path], list[str]]:
     for folder in (root, *(root / name for name in SMALL_FOLDERS)):
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             name = path.relative_to(root).as_posix()
-            ours = name.casefold() in (CONFIG, HF_QUANT_CONFIG, INDEX, MANIFEST, README.casefold())
-            if ours or path.name.startswith(".") or path.name.lower().endswith(WEIGHT_SUFFIXES) or not path.is_file():
+            if (
+                name.casefold() in NOT_COPIED
+                or path.name.startswith(".")
+                or path.name.lower().endswith(WEIGHT_SUFFIXES)
+            ):
                 continue
-            if path.stat().st_size > SMALL_FILE_LIMIT:
+            if path.is_symlink() and not path.exists():
+                notes.append(f"{name} is not copied: a link to a file that is not there")
+            elif not path.is_file():
+                if not path.is_dir():
+                    notes.append(f"{name} is not copied: no regular file")
+            elif path.stat().st_size > SMALL_FILE_LIMIT:
                 notes.append(f"{name} is not copied: {path.stat().st_size} bytes is no small file")
-            elif not is_pack_path(name):
+            elif not is_pack_path(name) or name.casefold() == "experts" or len(path.name.encode()) > MAX_NAME_BYTES:
                 notes.append(f"{name!r} is not copied: a pack cannot hold a file of that name")
             else:
                 found[name] = path
+                if _leads_out(path, root):
+                    notes.append(f"{name} is a link out of the source: what it leads to is copied")
     return found, notes
 
 

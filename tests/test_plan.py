@@ -284,11 +284,12 @@ def test_small_files(checkpoint: Path) -> None:
         "not copied: a.json.partial, figures, pytorch_model.bin",
         "'a:b.txt' is not copied: a pack cannot hold a file of that name",
         "calibration.json is not copied: 67108865 bytes is no small file",
+        "gone.txt is not copied: a link to a file that is not there",
     ]
 
 
 def test_no_stale_bit_map_stays_in_the_config(checkpoint: Path, tmp_path: Path) -> None:
-    """A map given by --bit-map replaces every other, at the top and nested; the source's own block is kept as it was."""
+    """A map given by --bit-map replaces every other; the source's own block is kept as it was."""
     right = bit_map(SMALL)
     stale = {layer: [4] * SMALL.num_experts for layer in right}
     with edit_config(checkpoint) as config:

@@ -16,7 +16,7 @@ from hybrid_pack.convert.files import is_done, remove_empty, remove_unfinished
 from hybrid_pack.convert.finish import write_manifest
 from hybrid_pack.convert.journal import STATE, Journal
 from hybrid_pack.convert.repair import begin_repair, end_repair, put_back
-from hybrid_pack.convert.resources import Resources, require_disk, resources
+from hybrid_pack.convert.resources import Resources, raise_open_files, require_disk, resources
 from hybrid_pack.convert.scales import OnScaleMismatch
 from hybrid_pack.convert.survey import Survey, survey, weight_sizes
 from hybrid_pack.convert.unchanged import require_same_headers, source_times
@@ -89,6 +89,7 @@ def convert(
         EnvironmentFailure: Disk full, no permission and the like; finished files are kept for ``resume``.
     """
     began = time.monotonic()
+    raise_open_files()
     out = out.absolute()
     try:
         fingerprint = _fingerprint(plan, on_scale_mismatch)

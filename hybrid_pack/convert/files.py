@@ -18,7 +18,7 @@ def looks_done(out: Path, records: Mapping[str, Record], path: str) -> bool:
         UsageError: A symbolic link is where a folder should be.
     """
     final = out / path
-    _refuse_links(out, final.parent)
+    refuse_links(out, final.parent)
     if path not in records:
         return False
     nbytes = records[path]["bytes"]
@@ -32,7 +32,7 @@ def is_done(out: Path, journal: Journal, path: str) -> bool:
         UsageError: A symbolic link is where a folder should be.
     """
     final = out / path
-    _refuse_links(out, final.parent)
+    refuse_links(out, final.parent)
     record = journal.records.get(path)
     if record is None:
         return False
@@ -51,7 +51,12 @@ def is_whole(path: Path, nbytes: int) -> bool:
     return path.is_file() and not path.is_symlink() and path.stat().st_size == nbytes
 
 
-def _refuse_links(out: Path, folder: Path) -> None:
+def refuse_links(out: Path, folder: Path) -> None:
+    """Refuse a folder of the output that is reached through a symbolic link.
+
+    Raises:
+        UsageError: It is.
+    """
     for part in (folder, *folder.parents):
         if part == out:
             return

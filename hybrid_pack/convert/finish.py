@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_pack._version import __version__
+from hybrid_pack.convert.files import refuse_links
 from hybrid_pack.convert.journal import Journal, Record
-from hybrid_pack.io.digest import blake3_digest
-from hybrid_pack.io.manifest import BASE_INDEX, MANIFEST, decode_manifest, encode_manifest
-from hybrid_pack.io.output import make_folder, write_small
+from hybrid_pack.io.digest import blake3_digest, shard_digest
+from hybrid_pack.io.manifest import BASE_INDEX, MANIFEST, ROW_TENSORS, decode_manifest, encode_manifest
+from hybrid_pack.io.output import PARTIAL, make_folder, write_small
 from hybrid_pack.plan import SCALE_FORMATS, Plan, ShardPlan
 from hybrid_pack.schemas.manifest import FORMAT, FORMAT_VERSION, LAYOUT_ABI, Manifest
 
@@ -23,7 +24,9 @@ def _small_files(out: Path, plan: Plan, journal: Journal) -> list[Record]:
     contents = {name: path.read_bytes() for name, path in plan.copied.items()} | dict(plan.written)
     entries = []
     for name in {*journal.records} - {*contents} - {s.path for s in plan.shards} - {b.path for b in plan.base}:
+        refuse_links(out, (out / name).parent)
         (out / name).unlink(missing_ok=True)  # an earlier run copied it, the source has lost it since
+        (out / f"{name}{PARTIAL}").unlink(missing_ok=True)
     for name in sorted(contents):
         entry = {"path": name, "bytes": len(contents[name]), "digest": blake3_digest(contents[name])}
         journal.add(entry)  # until there is a manifest, only this tells that the file is ours
@@ -138,3 +141,27 @@ def write_manifest(out: Path, plan: Plan, journal: Journal) -> Manifest:
     manifest = decode_manifest(data, out / MANIFEST)
     write_small(out / MANIFEST, data)
     return manifest
+
+
+def rehearse_manifest(plan: Plan) -> None:
+    """Hold the manifest this plan will end in against its rules before any work is done, with made-up digests.
+
+    Raises:
+        DataError: A name or a number that no manifest may have.
+    """
+    nothing = "0" * 64
+    records: dict[str, Record] = {
+        b.path: {"path": b.path, "bytes": b.nbytes, "digest": f"blake3:{nothing}"} for b in plan.base
+    }
+    for shard in plan.shards:
+        digests = {
+            name: f"blake3-rows:{nothing}" if name.split(".")[1] in ROW_TENSORS else f"blake3:{nothing}"
+            for name in shard.placed
+        }
+        records[shard.path] = {
+            "path": shard.path, "bytes": shard.nbytes, "digest": shard_digest(shard.header, digests.values()),
+            "tensors": digests, "zero": 0, "flushed": 0, "saturated": 0, "requantized": {},
+        }  # fmt: skip
+    names = sorted({*plan.copied, *plan.written})
+    small = [{"path": name, "bytes": 0, "digest": f"blake3:{nothing}"} for name in names]
+    decode_manifest(encode_manifest(_document(plan, records, small)), f"the manifest of {plan.source.name}")

@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_pack.errors import UsageError
+from hybrid_pack.io.manifest import README
 from hybrid_pack.io.output import PARTIAL, fsync_folder
+from hybrid_pack.schemas.manifest import is_pack_path
 
 STATE = f"hybrid_pack.state{PARTIAL}"
 
@@ -91,7 +93,7 @@ class State:
             line = json.loads(text) if text.endswith(b"\n") else None
         except ValueError:
             return False
-        if not isinstance(line, dict):
+        if not isinstance(line, dict) or not _is_sound(line):
             return False
         if "begin" in line:
             self.manifest = line.get("manifest")
@@ -107,6 +109,21 @@ class State:
         else:
             return False
         return True
+
+
+def _is_sound(line: dict[str, Any]) -> bool:
+    """Whether a line is one this program wrote; a path in it must never lead out of the pack."""
+
+    def ours(path: Any) -> bool:
+        return isinstance(path, str) and is_pack_path(path) and path != README
+
+    if "begin" in line:
+        return isinstance(line["begin"], dict) and isinstance(line.get("manifest", ""), str | None)
+    if "clear" in line:
+        return isinstance(line["clear"], list) and all(map(ours, line["clear"]))
+    if "forget" in line:
+        return ours(line["forget"])
+    return ours(line.get("path")) and type(line.get("bytes")) is int and isinstance(line.get("digest", ""), str)
 
 
 def _lock(fd: int, root: Path, kind: int) -> None:

@@ -11,8 +11,9 @@ import numpy as np
 
 from hybrid_pack.convert.expert import ExpertPacker, PackedRank
 from hybrid_pack.convert.journal import Journal, Record
-from hybrid_pack.convert.scales import ScaleStats
-from hybrid_pack.io.checkpoint import Layer
+from hybrid_pack.convert.scales import OnScaleMismatch, ScaleStats
+from hybrid_pack.errors import DataError
+from hybrid_pack.io.checkpoint import Expert, Layer
 from hybrid_pack.io.digest import blake3_bytes, blake3_digest, rows_digest, shard_digest
 from hybrid_pack.io.output import OutputFile, make_folder
 from hybrid_pack.io.reader import TensorReader
@@ -98,14 +99,21 @@ class LayerJob:
         layer: The layer.
         shards: Its files that are not done.
         seconds: Second-level scales of gate, up and down of each expert.
+        on_mismatch: What to do where gate's and up's cannot be brought together exactly.
     """
 
     def __init__(
-        self, root: Path, plan: Plan, layer: Layer, shards: list[ShardPlan], seconds: Mapping[int, list[float]]
+        self,
+        root: Path,
+        plan: Plan,
+        layer: Layer,
+        shards: list[ShardPlan],
+        seconds: Mapping[int, list[float]],
+        on_mismatch: OnScaleMismatch = "refuse",
     ) -> None:
+        self._on_mismatch = on_mismatch
         self._root, self._plan, self.layer, self._shards, self._seconds = root, plan, layer, shards, seconds
-        self.experts = sorted(e for shard in shards for e in (*shard.kept, *shard.tail))
-        self.experts = sorted(set(self.experts))
+        self.experts = sorted({e for shard in shards for e in (*shard.kept, *shard.tail)})
         self._left = len(self.experts)
         self._files: dict[int, ShardFile] | None = None
         self._lock = threading.Lock()
@@ -130,6 +138,8 @@ class LayerJob:
         ep_rank = expert // (self._plan.source.config.num_experts // topology.expert_parallel)
         where = f"layer {self.layer.index} expert {expert}"
         for tp_rank, packed in enumerate(packer.pack(self.layer.experts[expert], stored, self._seconds[expert], where)):
+            if packed.stats.moved_away and self._on_mismatch == "refuse":
+                raise _too_far_apart(self.layer.experts[expert], where, packed.stats.moved_away)
             file = files.get(ep_rank * topology.tensor_parallel + tp_rank)
             if file is not None:
                 file.put(expert, packed)
@@ -145,3 +155,13 @@ class LayerJob:
         """Remove the files that are not finished."""
         for file in (self._files or {}).values():
             file.discard()
+
+
+def _too_far_apart(expert: Expert, where: str, blocks: int) -> DataError:
+    """Gate's and up's second-level scales are a power of two apart, but one too large for block scales to take in."""
+    return DataError(
+        f"{where}: gate's and up's second-level scales are so far apart that {blocks} blocks would become zero",
+        where=expert.gate.second,
+        expected="second-level scales that block scales can make up for exactly",
+        hint="--on-scale-mismatch requantize lets them become zero, and counts them",
+    )

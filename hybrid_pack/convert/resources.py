@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,10 @@ from hybrid_pack.errors import EnvironmentFailure, UsageError
 from hybrid_pack.plan import Plan
 
 PROCESS_BYTES = 180 << 20
-"""Python, numpy, numba and the plan itself; measured 170 MiB at GLM-5.2 size, with room."""
+"""Python, numpy and numba, with room; measured 170 MiB."""
+
+HEADER_BYTES = 13_000
+"""The headers and the plan of one expert, measured."""
 
 MAX_WORKERS = 1024
 
@@ -40,6 +45,20 @@ def _worker_bytes(plan: Plan) -> int:
         sum(t.row_bytes for t in shard.tensors if t.tier == tier) for shard in plan.shards for tier in ("kept", "tail")
     )
     return max(plan.expert_bytes + packed, CHUNK_BYTES)
+
+
+def _process_bytes(plan: Plan) -> int:
+    """What does not depend on the workers: the program, and the headers of every expert."""
+    experts = sum(len(layer.experts) for layer in plan.source.layers.values())
+    return PROCESS_BYTES + experts * HEADER_BYTES
+
+
+def raise_open_files() -> None:
+    """Allow as many open files as the system lets us: a rank's file each, and those of the source."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def existing(path: Path) -> Path:
@@ -74,18 +93,18 @@ def resources(plan: Plan, out: Path, workers: int | None = None, max_ram: int | 
     wanted = default_workers() if workers is None else workers
     if not 1 <= wanted <= MAX_WORKERS:
         raise UsageError("not a number of workers", where="--workers", expected=f"1 to {MAX_WORKERS}", found=workers)
-    each = _worker_bytes(plan)
+    each, process = _worker_bytes(plan), _process_bytes(plan)
     if max_ram is not None:
-        fitting = (max_ram - PROCESS_BYTES) // each
+        fitting = (max_ram - process) // each
         if fitting < 1:
             raise UsageError(
                 "not even one worker fits",
                 where="--max-ram",
-                expected=f"{(PROCESS_BYTES + each) / 2**20:.0f} MiB or more",
+                expected=f"{-(-(process + each) // 2**20)} MiB or more",
                 found=f"{max_ram / 2**20:.0f} MiB",
             )
         wanted = min(wanted, fitting)
-    return Resources(wanted, PROCESS_BYTES + wanted * each, plan.nbytes, free_bytes(out))
+    return Resources(wanted, process + wanted * each, plan.nbytes, free_bytes(out))
 
 
 @dataclass(frozen=True)

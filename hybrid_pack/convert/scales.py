@@ -33,12 +33,14 @@ class ScaleStats:
         zero: Groups whose stored scale is zero.
         flushed: Groups with a scale too small for the device byte.
         saturated: Groups with a scale too large for the device byte.
+        moved_away: Those of the flushed that only moving gate's and up's ratio into them made too small.
         worst_error: Largest relative error of a scale; 0 unless gate and up were requantised.
     """
 
     zero: int = 0
     flushed: int = 0
     saturated: int = 0
+    moved_away: int = 0
     worst_error: float = 0.0
 
     def add(self, other: ScaleStats) -> None:
@@ -46,6 +48,7 @@ class ScaleStats:
         self.zero += other.zero
         self.flushed += other.flushed
         self.saturated += other.saturated
+        self.moved_away += other.moved_away
         self.worst_error = max(self.worst_error, other.worst_error)
 
 
@@ -194,6 +197,7 @@ def choose(forms: list[SourceFormat], counts: list[Counts], seconds: list[float]
     largest_scale = max(float(_E4M3[count > 0].max(initial=0.0)) * r for r, count in zip(ratios, counts, strict=True))
     factor = scale_bytes.nvfp4_factor(largest_scale)
     tables = [_nvfp4_table(ratio, factor) for ratio in ratios]
-    return MatrixScales(
-        tuple(tables), scale_bytes.nvfp4_global_scale(second, factor), _stats(counts, tables, _ZERO_E4M3)
-    )
+    stats = _stats(counts, tables, _ZERO_E4M3)
+    unmoved = _nvfp4_table(1.0, factor).flushed
+    stats.moved_away = sum(int(c[t.flushed & ~unmoved].sum()) for c, t in zip(counts, tables, strict=True))
+    return MatrixScales(tuple(tables), scale_bytes.nvfp4_global_scale(second, factor), stats)

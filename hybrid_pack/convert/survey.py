@@ -10,6 +10,7 @@ from typing import Any
 
 from hybrid_pack.convert.clearing import Removal, removal, require_ours
 from hybrid_pack.convert.files import disk_bytes, left_over, looks_done
+from hybrid_pack.convert.finish import rehearse_manifest
 from hybrid_pack.convert.journal import State, manifest_records, peek
 from hybrid_pack.convert.repair import lost_files, require_repairable
 from hybrid_pack.convert.resources import Space, existing, free_bytes
@@ -75,7 +76,9 @@ def survey(
     if resume and overwrite:
         raise UsageError("--resume goes on with what is there, --overwrite removes it: give one of them")
     refuse_overlap(out, plan)
-    state = peek(out) if state is None else state
+    if state is None:
+        rehearse_manifest(plan)
+        state = peek(out)
     manifest = existing_pack(out, plan, fingerprint, begun=state.begun, resume=resume, overwrite=overwrite)
     sizes = weight_sizes(plan)
     if manifest is not None and not lost_files(out, manifest):

@@ -79,7 +79,8 @@ def layer_jobs(
         if shards:
             layer = plan.source.layers[index]
             wanted = sorted({e for s in shards for e in (*s.kept, *s.tail)})
-            jobs.append(LayerJob(out, plan, layer, shards, _second_scales(layer, wanted, reader, on_mismatch)))
+            seconds = _second_scales(layer, wanted, reader, on_mismatch)
+            jobs.append(LayerJob(out, plan, layer, shards, seconds, on_mismatch))
     return jobs
 
 

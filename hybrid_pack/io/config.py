@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +22,8 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
 _INTERMEDIATE = ("moe_intermediate_size",)
 _WIDTH = ("routed_expert_hidden_size", "moe_latent_size")
 _ACTIVATION = ("hidden_act", "hidden_activation", "mlp_hidden_act")
+MAX_DOCUMENT_BYTES = 256 << 20
+"""The index of the largest models has some 20 MB."""
 NO_ACTIVATION = f"{CONFIG} names no activation: silu is assumed"
 _KEPT_FORMATS = {"mxfp4_e8m0k32": "mxfp4"}
 _TAIL_FORMATS = ("nf3_2p1",)
@@ -72,6 +75,14 @@ def read_document(path: Path) -> tuple[Mapping[str, Any], bytes]:
         EnvironmentFailure: It cannot be read.
     """
     try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise EnvironmentFailure(
+                "cannot read", where=path, found=f"no regular file: {stat.filemode(status.st_mode)}"
+            )
+        if status.st_size > MAX_DOCUMENT_BYTES:
+            limit = f"at most {MAX_DOCUMENT_BYTES} bytes"
+            raise DataError("too large for a JSON document", where=path, expected=limit, found=status.st_size)
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         if path.is_symlink():

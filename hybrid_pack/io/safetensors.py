@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +138,9 @@ def _tensor(name: str, entry: Any, data_begin: int, where: object) -> TensorHead
 def _prefix(path: Path) -> tuple[int, bytes]:
     """(file size, bytes of the header with its 8-byte length)."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            found = f"no regular file: {stat.filemode(path.stat().st_mode)}"
+            raise EnvironmentFailure("cannot read", where=path, found=found)
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(0)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_pack.errors import DataError, EnvironmentFailure
-from hybrid_pack.formats.nf3 import DEFAULT_LEVELS
 from hybrid_pack.io.bitmap import KEPT_BITS, KEY, TAIL_BITS, parse_bit_map
 from hybrid_pack.io.config import CONFIG, read_config, read_document
 from hybrid_pack.io.digest import blake3_digest
@@ -84,7 +83,7 @@ def check_config(root: Path, manifest: Manifest, recorder: Recorder) -> None:
         source = block.get("source_quantization_config")
         levels = source.get("nf3_levels") if isinstance(source, Mapping) else None
         expected_levels = list(manifest.layout.nf3_levels)
-        if expected_levels != (list(DEFAULT_LEVELS) if levels is None else levels):
+        if levels is not None and expected_levels != levels:  # else they may be in the source's hf_quant_config.json
             where = "source_quantization_config.nf3_levels"
             recorder.find(DOCUMENTS, CONFIG, "not the manifest's", where=where, expected=expected_levels, found=levels)
 

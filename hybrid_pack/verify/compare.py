@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from hybrid_pack.layouts.shard import Tier
 from hybrid_pack.schemas.manifest import Manifest, ShardEntry
 from hybrid_pack.verify.pool import Buffers
 from hybrid_pack.verify.report import Recorder
-from hybrid_pack.verify.scale_rules import scale_rule
+from hybrid_pack.verify.scale_rules import expected_global_scale, scale_rule
 
 EXPERTS = "experts against the source"
 
@@ -198,6 +199,20 @@ class LayerComparison:
         codes = self._geometry.codes(tier, name).unpack(words.view("<u4"), n, k)
         device = self._geometry.scales(tier, self._kept_format).unpack(scales, n, k)
         error = self._errors.get(expert, 0.0) if name == "w13" else 0.0
+        seconds = [part.second for part in parts]
+        wanted = expected_global_scale(parts[0].matrix.format, seconds, [part.scales for part in parts])
+        if global_scale != wanted:
+            self._recorder.find(
+                EXPERTS, shard.entry.path, "not the global scale of these scales",
+                where=f"layer {self.layer} expert {expert} ({tier}.{name}_global_scale[{row}])",
+                expected=f"{wanted:.9g}", found=f"{global_scale:.9g}",
+            )  # fmt: skip
+        if error and len({math.frexp(second)[0] for second in seconds}) == 1:
+            self._recorder.find(
+                EXPERTS, "hybrid_pack.json", "the report calls an expert requantised that needs no rounding",
+                where=f"layer {self.layer} expert {expert}",
+            )  # fmt: skip
+            error = 0.0
         rows = n // len(parts)
         for i, part in enumerate(parts):
             where = f"layer {self.layer} expert {expert} {part.role} ({tier}.{name}[{row}])"

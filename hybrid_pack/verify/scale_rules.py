@@ -26,6 +26,30 @@ ROUNDING = 2.0**-4
 _SLACK = 1e-12
 """Of the comparisons that are no exact ones, those of requantised experts."""
 
+
+def expected_global_scale(form: SourceFormat, seconds: list[float], scales: list[NDArray[np.uint8]]) -> float:
+    """The global scale the page prescribes for a rank's matrix of an expert, from the stored scales alone.
+
+    Args:
+        form: How the source stores it.
+        seconds: Second-level scale of each part.
+        scales: u8 stored scale bytes of each part, this rank's share.
+    """
+    if form.name == "nf3":
+        return scale_bytes.NF3_GLOBAL_SCALE
+    used = [np.flatnonzero(np.bincount(part.reshape(-1), minlength=256)) for part in scales]
+    if form.name == "mxfp4":
+        highest = max(int(part[-1]) for part in used)
+        return 2.0 ** -min(max(scale_bytes.MXFP4_TARGET_BYTE - highest, 0), scale_bytes.MXFP4_MAX_SHIFT)
+    second = max(seconds)
+    values = [float(np.nanmax(e4m3.VALUES[part])) * (own / second) for part, own in zip(used, seconds, strict=True)]
+    largest, factor = max(values), 1.0
+    while 0 < largest * factor * 2 <= e4m3.MAX:
+        factor *= 2
+    with np.errstate(over="ignore"):
+        return float(np.float32(second * 2.0**scale_bytes.NVFP4_GLOBAL_EXPONENT / factor))
+
+
 Pairs = NDArray[np.bool_]
 """bool [256, 256]: for each stored byte and device byte."""
 
@@ -96,7 +120,13 @@ def scale_rule(form: SourceFormat, second: float, global_scale: float, worst_err
             wanted = values / unit  # in units of value(byte): times factor * 2^7, factor = second * 2^119 / global
             flushed[:, 0] = (wanted > 0) & (wanted < FLUSH_BELOW * (1 if worst_error == 0 else 1 + _SLACK))
             if worst_error > 0:
+                first, last = scale_bytes.NVFP4_BYTES
+                distance = np.full((256, 256), np.inf)
+                distance[:, first : last + 1] = np.abs(
+                    scale_bytes.DEVICE_VALUES[None, first : last + 1] - wanted[:, None]
+                )
+                nearest = distance <= distance.min(axis=1, keepdims=True) * (1 + _SLACK)
                 error = np.abs(scale_bytes.DEVICE_VALUES[None, :] / wanted[:, None] - 1)
-                right |= (wanted[:, None] > 0) & (error <= min(worst_error, ROUNDING) + _SLACK)
+                right |= (wanted[:, None] > 0) & nearest & (error <= min(worst_error, ROUNDING) + _SLACK)
         right[:, outside] = False  # the right number, but not to the kernel
     return ScaleRule(right | flushed, flushed, np.zeros_like(right), values == 0, values, device)

@@ -261,6 +261,16 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other) or json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
+def _without_maps(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without its bit maps: a pack has the one in use in every place, in one spelling."""
+    holders = ("text_config", "quantization", "quantization_config")
+    return {
+        key: _without_maps(value) if key in holders and isinstance(value, Mapping) else value
+        for key, value in document.items()
+        if key != KEY
+    }
+
+
 def _check_config(root: Path, source: Checkpoint, check: str, recorder: Recorder) -> None:
     if recorder.was_told(CONFIG) or CONFIG in recorder.bad_paths:
         return
@@ -269,8 +279,8 @@ def _check_config(root: Path, source: Checkpoint, check: str, recorder: Recorder
     except (DataError, EnvironmentFailure) as error:  # changed meanwhile
         recorder.find_error(check, CONFIG, error)
         return
-    ours = {key: value for key, value in document.items() if key not in ("quantization_config", KEY)}
-    theirs = {key: value for key, value in source.config.raw.items() if key not in ("quantization_config", KEY)}
+    ours, theirs = _without_maps(document), _without_maps(source.config.raw)
+    ours.pop("quantization_config", None), theirs.pop("quantization_config", None)
     for key in sorted({*ours, *theirs}):
         if key not in ours or key not in theirs or not _same(ours[key], theirs[key]):
             expected, found = (repr(side[key])[:80] if key in side else "no such key" for side in (theirs, ours))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_pack.convert import convert
+from hybrid_pack.convert import convert, finish
 from hybrid_pack.convert.journal import STATE
 from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
 from hybrid_pack.synthetic import write_checkpoint
@@ -304,7 +304,13 @@ def test_overwrite_an_unfinished_conversion(
     pack(source, out, 1, overwrite=True)
     assert tree(out) == tree(tmp_path / "wanted")
     with monkeypatch.context() as patch:
-        patch.setattr("hybrid_pack.convert.finish.encode_manifest", lambda _: (_ for _ in ()).throw(Stop))
+        written = finish._small_files
+
+        def stop(*arguments: Any) -> None:
+            written(*arguments)
+            raise Stop
+
+        patch.setattr(finish, "_small_files", stop)
         with pytest.raises(Stop):
             pack(source, out, 2, overwrite=True)
     assert {"LICENSE", "tokenizer.json"} <= set(names(out))
@@ -616,10 +622,54 @@ def test_a_small_file_the_source_lost_before_the_end(
     (copy / "chat_template.jinja").write_text("{{ x }}")
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr("hybrid_pack.convert.finish.encode_manifest", lambda _: (_ for _ in ()).throw(Stop))
+        written = finish._small_files
+
+        def stop(*arguments: Any) -> None:
+            written(*arguments)
+            raise Stop
+
+        patch.setattr(finish, "_small_files", stop)
         with pytest.raises(Stop):
             pack(copy, out, 2)
     assert "chat_template.jinja" in names(out)
     (copy / "chat_template.jinja").unlink()
     pack(copy, out, 2, resume=True)
     assert tree(out) == whole
+
+
+@pytest.mark.parametrize("victim", ["../victim.txt", "/absolute", "README.md", "a/../../victim.txt"])
+def test_a_journal_cannot_name_files_outside(
+    copy: Path, tmp_path: Path, victim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, outside = tmp_path / "out", tmp_path / "victim.txt"
+    outside.write_text("mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(finish, "_small_files", lambda *_: (_ for _ in ()).throw(Stop))
+        with pytest.raises(Stop):
+            pack(copy, out, 2)
+    (out / "README.md").write_text("mine")
+    with (out / STATE).open("a") as file:
+        file.write(json.dumps({"path": victim, "bytes": 1, "digest": "x"}) + "\n")
+    pack(copy, out, 2, resume=True)
+    assert outside.read_text() == (out / "README.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda root: (root / "A.txt").write_text("x") and (root / "a.txt").write_text("x"), "two files with one name"),
+        (lambda root: edit(root, num_experts_per_tok=99), "geometry.top_k is above num_experts"),
+    ],
+)
+def test_what_no_manifest_may_have_is_refused_before_any_work(
+    copy: Path, tmp_path: Path, change: Callable[[Path], object], says: str
+) -> None:
+    change(copy)
+    with pytest.raises(DataError, match=says):
+        pack(copy, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def edit(root: Path, **values: object) -> None:
+    with edit_config(root) as config:
+        config.update(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,7 +190,13 @@ CONFIG_CASES = (
          r"config\.json: no such file; SRC must be a checkpoint folder or a Hub id"),
     Case("config links to nothing", dangling(CONFIG), r"config\.json: a symbolic link to a file that is not there"),
     Case("config is a folder", lambda r: [(r / CONFIG).unlink(), (r / CONFIG).mkdir()],
-         r"config\.json: cannot read", EnvironmentFailure),
+         r"config\.json: cannot read \(found no regular file: d", EnvironmentFailure),
+    Case("config is a pipe", lambda r: [(r / CONFIG).unlink(), os.mkfifo(r / CONFIG)],
+         r"config\.json: cannot read \(found no regular file: p", EnvironmentFailure),
+    Case("config links to itself", lambda r: [(r / CONFIG).unlink(), (r / CONFIG).symlink_to(CONFIG)],
+         r"config\.json: cannot read \(found Too many levels", EnvironmentFailure),
+    Case("config is huge", lambda r: os.truncate(r / CONFIG, 3 << 30),
+         r"config\.json: too large for a JSON document \(expected at most 268435456 bytes, found 3221225472\)"),
     Case("config is no JSON", lambda r: (r / CONFIG).write_text("{"), r"config\.json: not valid JSON"),
     Case("config is text", lambda r: (r / CONFIG).write_text('"x"'), r"config\.json: not a JSON object \(found str\)"),
     Case("hf_quant_config is a list", lambda r: (r / HF_QUANT_CONFIG).write_text("[]"),

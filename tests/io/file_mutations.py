@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,18 @@ def file_name(value: Any) -> Callable[[Path], object]:
 def replace_by_folder(root: Path) -> None:
     first_shard(root).unlink()
     (root / "model-00001-of-00006.safetensors").mkdir()
+
+
+def replace_by_pipe(root: Path) -> None:
+    path = first_shard(root)
+    path.unlink()
+    os.mkfifo(path)
+
+
+def link_to_itself(root: Path) -> None:
+    path = first_shard(root)
+    path.unlink()
+    path.symlink_to(path.name)
 
 
 def dangling(name: str) -> Callable[[Path], object]:
@@ -140,7 +153,11 @@ INDEX_CASES = (
     Case("a shard is missing", lambda r: first_shard(r).unlink(), rf"{FILE}no such file"),
     Case("a shard links to nothing", dangling("model-00001-of-00006.safetensors"),
          rf"{FILE}a symbolic link to .*cache lost its blob"),
-    Case("a shard is a folder", replace_by_folder, rf"{FILE}cannot read \(found Is a directory\)", EnvironmentFailure),
+    Case("a shard is a folder", replace_by_folder,
+         rf"{FILE}cannot read \(found no regular file: d", EnvironmentFailure),
+    Case("a shard links to itself", link_to_itself, rf"{FILE}cannot read \(found Too many levels", EnvironmentFailure),
+    Case("a shard is a pipe", replace_by_pipe,
+         rf"{FILE}cannot read \(found no regular file: p", EnvironmentFailure),
     Case("no index", lambda r: (r / INDEX).unlink(),
          r"small: no model\.safetensors\.index\.json .*found 6 safetensors files"),
     Case("no weights", lambda r: [p.unlink() for p in r.glob("model*")],

@@ -173,7 +173,21 @@ RULES: list[tuple[str, Change, str]] = [
     ),
 ]
 
+
+def same_weights_other_global(editor: PackEditor) -> None:
+    """Every block scale halved and the global scale doubled: the same numbers, nearer to being flushed."""
+    for rank in range(2):
+        scales = editor.array(5, rank, "kept.w13_scale")
+        editor.put(5, rank, "kept.w13_scale", np.where(scales >= 0x88, scales - 8, scales).astype(np.uint8))
+        editor.put(5, rank, "kept.w13_global_scale", editor.array(5, rank, "kept.w13_global_scale") * 2)
+
+
 WITH_SOURCE: list[tuple[str, Change, str]] = [
+    (
+        "a global scale of no prescribed size",
+        same_weights_other_global,
+        r"w13_global_scale.*not the global scale of these",
+    ),
     (
         "kept code altered",
         alter(KEPT, "w13", 100, lambda b: b ^ 1),
