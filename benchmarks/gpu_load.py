@@ -463,8 +463,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     seconds = run.result.get("warm", {}).get("seconds", {}).get("load_rank structure", {}).get("median")
     run.part("repack", lambda: bench.repack(options.repack_layers, seconds))
     run.part("memory", bench.memory)
-    run.part("sweep", lambda: bench.sweep(3))
     run.part("cold", lambda: bench.cold(options.cold_layers, options.cold_runs))
+    run.part("sweep", lambda: bench.sweep(3))
     run.result["goals"] = goals(run.result)
     return run.result
 

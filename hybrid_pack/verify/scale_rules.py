@@ -23,6 +23,9 @@ FLUSH_BELOW = 2.0
 ROUNDING = 2.0**-4
 """Largest relative error of rounding to three mantissa bits."""
 
+_DOUBLE_ROUNDING = 2.0**-5
+"""How much farther than the nearest byte one may be: values go to binary16 first, which can make a tie of them."""
+
 _SLACK = 1e-12
 """Of the comparisons that are no exact ones, those of requantised experts."""
 
@@ -125,7 +128,7 @@ def scale_rule(form: SourceFormat, second: float, global_scale: float, worst_err
                 distance[:, first : last + 1] = np.abs(
                     scale_bytes.DEVICE_VALUES[None, first : last + 1] - wanted[:, None]
                 )
-                nearest = distance <= distance.min(axis=1, keepdims=True) * (1 + _SLACK)
+                nearest = distance <= distance.min(axis=1, keepdims=True) * (1 + _DOUBLE_ROUNDING)
                 error = np.abs(scale_bytes.DEVICE_VALUES[None, :] / wanted[:, None] - 1)
                 right |= (wanted[:, None] > 0) & nearest & (error <= min(worst_error, ROUNDING) + _SLACK)
         right[:, outside] = False  # the right number, but not to the kernel
