@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +13,9 @@ from hybrid_pack.cli.options import BYTES, LAYERS
 from hybrid_pack.cli.progress import ByteProgress
 from hybrid_pack.cli.source import local_source
 from hybrid_pack.cli.streams import put
+
+if TYPE_CHECKING:
+    from hybrid_pack.plan import Plan
 
 
 @click.command()
@@ -56,11 +59,20 @@ def command(
     from hybrid_pack.plan import make_plan
     from hybrid_pack.sharding import Topology
 
-    root, name = local_source(src, headers_only=dry_run)
-    checkpoint = open_checkpoint(root, bit_map_file=options.pop("bit_map"), name=name)
-    plan = make_plan(checkpoint, Topology(tp, ep), layers)
+    bit_map = options.pop("bit_map")
+
+    def planned(headers_only: bool) -> tuple[Plan, bool]:
+        root, name = local_source(src, headers_only=headers_only)
+        source = open_checkpoint(root, bit_map_file=bit_map, name=name)
+        return make_plan(source, Topology(tp, ep), layers), name is not None
+
+    plan, on_hub = planned(headers_only=True)
+    if on_hub and not dry_run:  # whatever would be refused is refused before hundreds of gigabytes are fetched
+        _, found = check(plan, out, headers_only=True, **options)
+        require_disk(found.space, out, kept=bool(found.done))
+        plan, _ = planned(headers_only=False)
     if dry_run:
-        needs, found = check(plan, out, headers_only=name is not None, **options)
+        needs, found = check(plan, out, headers_only=on_hub, **options)
         document = tables.plan_json(plan, needs, found) if as_json else None
         put(json.dumps(document, indent=1) if document else tables.plan_text(plan, needs, found, out))
         require_disk(found.space, out, kept=bool(found.done))

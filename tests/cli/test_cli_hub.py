@@ -58,11 +58,32 @@ def test_convert_and_verify(cached: Path, tmp_path: Path, command: Command, snap
     assert json.loads((out / "hybrid_pack.json").read_text())["source"]["name"] == "zai-org/GLM-X"
     assert not any(path.is_symlink() for path in out.rglob("*"))
     assert command("verify", out, "--source", "zai-org/GLM-X").code == 0
-    assert [(call["repo_id"], call["revision"]) for call in calls] == [
+    fetched = [call for call in calls if not call.get("local_files_only")]
+    assert [(call["repo_id"], call["revision"]) for call in fetched] == [
         ("zai-org/GLM-X", "v1.2"), ("zai-org/GLM-X", None)
     ]  # fmt: skip
-    assert {"*.safetensors", "*.json", "LICENSE*"} <= set(calls[0]["allow_patterns"])
-    assert not {"*.bin", "*.gguf", "*.pt", "*"} & set(calls[0]["allow_patterns"])
+    assert {"*.safetensors", "*.json", "LICENSE*"} <= set(fetched[0]["allow_patterns"])
+    assert not {"*.bin", "*.gguf", "*.pt", "*"} & set(fetched[0]["allow_patterns"])
+
+
+@pytest.mark.parametrize("wrong", [["--tp", "3"], ["--max-ram", "1MB"], ["--layers", "77"]])
+def test_nothing_is_fetched_for_what_would_be_refused(
+    wrong: list[str], source: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Headers are looked at first: hundreds of gigabytes are not downloaded to say that a size is illegal."""
+    monkeypatch.setattr("hybrid_pack.hub.fetch_headers", link_to(source))
+    monkeypatch.setattr("hybrid_pack.hub.fetch_checkpoint", lambda *_: pytest.fail("fetched"))
+    assert command("convert", "org/name", "--out", tmp_path / "out", *wrong).code == 2
+
+
+def link_to(source: Path) -> Callable[[str, str | None, Path], None]:
+    """Headers as they come from the Hub: here the files themselves."""
+
+    def fetch_headers(repo_id: str, revision: str | None, folder: Path) -> None:
+        for path in source.iterdir():
+            (folder / path.name).symlink_to(path)
+
+    return fetch_headers
 
 
 @pytest.mark.parametrize("arguments", ["inspect SRC", "inspect SRC --json", "convert SRC --out OUT --dry-run"])
@@ -152,9 +173,12 @@ def test_errors(case: str, arguments: str, tmp_path: Path, command: Command, sna
     assert not list(tmp_path.iterdir())
 
 
-def test_an_incomplete_snapshot(cached: Path, tmp_path: Path, command: Command, snapshot: Snapshot) -> None:
+def test_an_incomplete_snapshot(
+    cached: Path, source: Path, tmp_path: Path, command: Command, snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A link to a blob that the cache lost."""
     snapshot(cached)
+    monkeypatch.setattr("hybrid_pack.hub.fetch_headers", link_to(source))
     next(iter(cached.glob("*.safetensors"))).resolve().unlink()
     result = command("convert", "org/name", "--out", tmp_path / "out")
     assert result.code == 1
