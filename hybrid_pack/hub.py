@@ -10,6 +10,7 @@ from typing import Any
 
 from hybrid_pack.errors import DataError, EnvironmentFailure, HybridPackError, UsageError
 from hybrid_pack.io.config import read_document
+from hybrid_pack.io.safetensors import MAX_HEADER_BYTES
 from hybrid_pack.io.shards import INDEX, SINGLE
 
 SMALL_FILES = (
@@ -143,7 +144,7 @@ def fetch_headers(repo_id: str, revision: str | None, folder: Path) -> None:
         def stub(name: str) -> None:
             header = files.cat_file(f"{root}/{name}", start=0, end=min(FIRST_READ_BYTES, sizes[name]))
             end = 8 + int.from_bytes(header[:8], "little")
-            if len(header) < end <= sizes[name]:
+            if len(header) < end <= min(sizes[name], 8 + MAX_HEADER_BYTES):  # another is no header; its reader says so
                 header += files.cat_file(f"{root}/{name}", start=len(header), end=end)
             with (folder / name).open("wb") as file:
                 file.write(header[: min(end, len(header))])

@@ -59,7 +59,7 @@ def find_bit_map(document: Any) -> Any:
     for part in (document, document.get("text_config") if isinstance(document, Mapping) else None):
         if isinstance(part, Mapping):
             for holder in (part, part.get("quantization_config"), part.get("quantization")):
-                if isinstance(holder, Mapping) and KEY in holder:
+                if isinstance(holder, Mapping) and holder.get(KEY) is not None:
                     return holder[KEY]
     return None
 

@@ -410,3 +410,9 @@ def test_mxfp4_without_kept_format_is_noted(tmp_path: Path) -> None:
         del config["quantization_config"]["kept_format"]
     (note,) = open_checkpoint(tmp_path / "m").notes
     assert note.startswith("layer 3: kept experts are stored as MXFP4, though the config has no kept_format")
+
+
+def test_a_null_map_hides_no_other(checkpoint: Path) -> None:
+    with edit_config(checkpoint) as config:
+        config[KEY] = None
+    assert set(open_checkpoint(checkpoint).config.bit_map or {}) == {3, 4}
