@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_pack.errors import UsageError
-from hybrid_pack.io.bitmap import KEY
+from hybrid_pack.io.bitmap import KEY, MAP_HOLDERS
 from hybrid_pack.io.checkpoint import Checkpoint, Layer
 from hybrid_pack.io.config import CONFIG, HF_QUANT_CONFIG
 from hybrid_pack.io.digest import blake3_digest
@@ -261,14 +261,13 @@ def _json(document: Any) -> bytes:
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _with_map(document: Mapping[str, Any], bit_map: Mapping[str, list[int]]) -> dict[str, Any]:
+def _with_map(document: Mapping[str, Any], bit_map: Mapping[str, list[int]], depth: int = 2) -> dict[str, Any]:
     """A configuration whose every bit map is the one in use: a map given by ``--bit-map`` leaves no other beside it."""
-    holders = ("text_config", "quantization", "quantization_config")
     return {
         key: bit_map
         if key == KEY
-        else _with_map(value, bit_map)
-        if key in holders and isinstance(value, dict)
+        else _with_map(value, bit_map, depth - 1)
+        if depth and key in MAP_HOLDERS and isinstance(value, dict)
         else value
         for key, value in document.items()
     }

@@ -8,6 +8,8 @@ from typing import Any
 from hybrid_pack.errors import DataError
 
 KEY = "hybrid_bit_map"
+MAP_HOLDERS = ("text_config", "quantization", "quantization_config")
+"""Where a map may lie, besides the top of a document."""
 KEPT_BITS = 4
 TAIL_BITS = 3
 

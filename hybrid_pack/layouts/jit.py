@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numba
 
+CACHE_ERRORS = (OSError, EOFError, pickle.UnpicklingError, ImportError, AttributeError, IndexError)
+"""What a cache on a full disk or with damaged files makes of a call; kernels themselves raise none of these."""
 
-def kernel(function: Any) -> Any:
-    """Compile a loop over arrays with numba on first use (a second or two, then cached beside the module).
+
+class Kernel:
+    """A loop over arrays, compiled by numba on first use (a second or two, then cached beside the module).
 
     numba refuses to cache where neither the package folder nor the user's cache folder can be written (a read-only
-    container, say); the kernel is then compiled anew in each process.
+    container, say), and fails where the cache is damaged or its disk is full. The kernel is then compiled anew in each
+    process: a cache is no reason to fail.
     """
-    try:
-        return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:
-        return numba.njit(nogil=True)(function)
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._cached = True
+        try:
+            self._compiled = numba.njit(nogil=True, cache=True)(function)
+        except RuntimeError:
+            self._give_up_cache()
+
+    def _give_up_cache(self) -> None:
+        self._cached = False
+        self._compiled = numba.njit(nogil=True)(self._function)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run it. What fails for the cache's sake fails before the loop begins, so that it can be run again."""
+        try:
+            return self._compiled(*arguments)
+        except CACHE_ERRORS:
+            if not self._cached:
+                raise
+            self._give_up_cache()
+            return self._compiled(*arguments)
+
+    @property
+    def stats(self) -> Any:
+        """numba's counts of compilations and cache hits."""
+        return self._compiled.stats
+
+
+kernel = Kernel
 
 
 def inline(function: Any) -> Any:

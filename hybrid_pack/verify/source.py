@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
-from hybrid_pack.io.bitmap import KEY
+from hybrid_pack.io.bitmap import KEY, MAP_HOLDERS
 from hybrid_pack.io.checkpoint import Checkpoint, open_checkpoint
 from hybrid_pack.io.config import CONFIG, HF_QUANT_CONFIG, read_config, read_document
 from hybrid_pack.io.digest import blake3_digest
@@ -261,11 +261,10 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other) or json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
-def _without_maps(document: Mapping[str, Any]) -> dict[str, Any]:
+def _without_maps(document: Mapping[str, Any], depth: int = 2) -> dict[str, Any]:
     """A configuration without its bit maps: a pack has the one in use in every place, in one spelling."""
-    holders = ("text_config", "quantization", "quantization_config")
     return {
-        key: _without_maps(value) if key in holders and isinstance(value, Mapping) else value
+        key: _without_maps(value, depth - 1) if depth and key in MAP_HOLDERS and isinstance(value, Mapping) else value
         for key, value in document.items()
         if key != KEY
     }
