@@ -63,7 +63,7 @@ def test_text_and_json_of_every_command(
     text = command(*given)
     assert text.code == 0
     assert len(text.out.splitlines()) > 2
-    assert not text.err or re.fullmatch(r"verify: [\d.]+ [kM]?B\n", text.err), text.err
+    assert not text.err or re.fullmatch(r"(compiled .*\n)?verify: [\d.]+ [kM]?B\n", text.err), text.err
     document = command(*given, "--json")
     assert (document.code, document.err) == (0, "")
     assert isinstance(json.loads(document.out), dict)
