@@ -25,7 +25,7 @@ from hybrid_pack.verify.scope import Scope
 TENSORS = "tensor digests"
 FILES = "file digests"
 SCALES = "scale bytes"
-DIFFERS = "its bytes are not the ones that were written"
+DIFFERS = "its bytes are not the ones that were written; get the file again, or delete it and run convert --resume"
 BUFFER_BYTES = 1 << 20
 """Read and hashed at a time; fits the second-level cache."""
 
