@@ -13,6 +13,7 @@ from hybrid_pack.cli.progress import size
 from hybrid_pack.convert import Conversion, Resources, Survey
 from hybrid_pack.inspection import Inspection, LayerView, PackView, inspect_checkpoint
 from hybrid_pack.io.bitmap import spans
+from hybrid_pack.io.declared import differences
 from hybrid_pack.plan import Plan
 from hybrid_pack.schemas.manifest import Report
 
@@ -186,21 +187,8 @@ def plan_text(plan: Plan, needs: Resources, found: Survey, out: Path) -> str:
 
 def report_lines(report: Report) -> list[str]:
     """What conversion met that a person should know."""
-    lines = []
-    if report.groups_zero_scale:
-        lines.append(f"{counted(report.groups_zero_scale, 'group')} with scale zero, kept exactly zero")
-    if report.blocks_flushed:
-        blocks = counted(report.blocks_flushed, "NVFP4 block")
-        lines.append(f"{blocks} too small for the kernel's scale byte, flushed to zero")
-    if report.scales_saturated:
-        lines.append(f"{counted(report.scales_saturated, 'MXFP4 scale')} above the kernel's largest, saturated")
-    if report.experts_requantized:
-        worst = max(report.experts_requantized, key=lambda r: r.worst_relative_error)
-        lines.append(
-            f"{counted(len(report.experts_requantized), 'expert')} requantised, worst relative scale error "
-            f"{worst.worst_relative_error:.2g} in layer {worst.layer} expert {worst.expert}"
-        )
-    return lines
+    zero = report.groups_zero_scale
+    return [f"{counted(zero, 'group')} with scale zero, kept exactly zero"] * bool(zero) + [*differences(report)]
 
 
 def conversion_json(done: Conversion, out: Path) -> dict[str, Any]:

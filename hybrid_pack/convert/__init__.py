@@ -21,10 +21,11 @@ from hybrid_pack.convert.scales import OnScaleMismatch
 from hybrid_pack.convert.survey import Survey, survey, weight_sizes
 from hybrid_pack.convert.unchanged import require_same_headers, source_times
 from hybrid_pack.convert.warmup import compile_kernels
-from hybrid_pack.convert.work import Progress, Silent, fill, layer_jobs
+from hybrid_pack.convert.work import fill, layer_jobs
 from hybrid_pack.errors import DataError, EnvironmentFailure, HybridPackError
 from hybrid_pack.io.config import CONFIG
 from hybrid_pack.io.digest import blake3_digest
+from hybrid_pack.io.progress import Progress, Silent
 from hybrid_pack.io.reader import TensorReader
 from hybrid_pack.plan import Plan
 from hybrid_pack.schemas.manifest import Manifest

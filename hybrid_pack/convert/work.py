@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -17,35 +16,9 @@ from hybrid_pack.convert.journal import Journal
 from hybrid_pack.convert.layer import LayerJob
 from hybrid_pack.convert.scales import OnScaleMismatch, check_pair, check_second
 from hybrid_pack.io.checkpoint import Layer
+from hybrid_pack.io.progress import Progress
 from hybrid_pack.io.reader import TensorReader
 from hybrid_pack.plan import BasePlan, Plan
-
-
-class Progress(Protocol):
-    """Told how a conversion goes on; called from several threads."""
-
-    def start(self, total_bytes: int, done_bytes: int) -> None:
-        """Source bytes in all, and those whose files were finished before."""
-
-    def advance(self, nbytes: int) -> None:
-        """Source bytes read and done since the last call."""
-
-    def note(self, text: str) -> None:
-        """Something worth a line."""
-
-
-class Silent:
-    """Progress that nobody sees."""
-
-    def start(self, total_bytes: int, done_bytes: int) -> None:
-        """Nothing."""
-
-    def advance(self, nbytes: int) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
-        """Nothing."""
-
 
 Task = Callable[[ExpertPacker], int]
 

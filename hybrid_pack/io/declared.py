@@ -11,7 +11,12 @@ def _count(number: int, what: str) -> str:
 
 
 def declared(report: Report) -> tuple[str, ...]:
-    """A line for each kind of difference, then the notes of the conversion; nothing where all was moved exactly."""
+    """The differences, then the notes of the conversion; nothing where all was moved exactly."""
+    return (*differences(report), *report.notes)
+
+
+def differences(report: Report) -> tuple[str, ...]:
+    """A line for each kind of difference."""
     lines = []
     if report.experts_requantized:
         worst = max(report.experts_requantized, key=lambda entry: entry.worst_relative_error)
@@ -27,4 +32,4 @@ def declared(report: Report) -> tuple[str, ...]:
         lines.append(f"{_count(report.scales_saturated, 'MXFP4 scale')} above the kernel's largest, saturated")
     if report.layers_omitted:
         lines.append(f"layers omitted, their experts are not in the pack: {spans(sorted(report.layers_omitted))}")
-    return (*lines, *report.notes)
+    return tuple(lines)

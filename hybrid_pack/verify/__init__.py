@@ -10,12 +10,12 @@ from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
 from hybrid_pack.io.checkpoint import Checkpoint
 from hybrid_pack.io.declared import declared
 from hybrid_pack.io.manifest import MANIFEST, README, STATE, read_manifest
+from hybrid_pack.io.progress import Progress, Silent
 from hybrid_pack.schemas.manifest import Manifest
 from hybrid_pack.verify.base import check_base, check_config
 from hybrid_pack.verify.digests import check_digests, payload_bytes
 from hybrid_pack.verify.experts import check_experts, source_bytes
 from hybrid_pack.verify.pool import Pool, worker_count
-from hybrid_pack.verify.progress import Progress, Silent
 from hybrid_pack.verify.report import Check, Finding, NotChecked, Recorder, VerifyReport
 from hybrid_pack.verify.scope import Scope, make_scope
 from hybrid_pack.verify.shards import check_shards

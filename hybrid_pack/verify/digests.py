@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from hybrid_pack.errors import DataError, EnvironmentFailure
 from hybrid_pack.io.digest import blake3_bytes, blake3_digest, finish, new_hasher, rows_digest
+from hybrid_pack.io.progress import Progress
 from hybrid_pack.layouts.scale_bytes import MXFP4_MAX_BYTE, NF3_MAX_BYTE, NVFP4_BYTES
 from hybrid_pack.schemas.manifest import FileEntry, Manifest, ShardEntry, TensorEntry
 from hybrid_pack.verify.pool import Buffers, Pool, Task
-from hybrid_pack.verify.progress import Progress
 from hybrid_pack.verify.reading import PackFile, opened
 from hybrid_pack.verify.report import Recorder, Tally
 from hybrid_pack.verify.scope import Scope

@@ -9,11 +9,11 @@ from pathlib import Path
 from hybrid_pack.errors import DataError, EnvironmentFailure
 from hybrid_pack.io.checkpoint import Checkpoint
 from hybrid_pack.io.manifest import MANIFEST
+from hybrid_pack.io.progress import Progress
 from hybrid_pack.io.reader import TensorReader
 from hybrid_pack.schemas.manifest import Manifest
 from hybrid_pack.verify.compare import EXPERTS, Counts, LayerComparison, PackedShard
 from hybrid_pack.verify.pool import Buffers, Pool
-from hybrid_pack.verify.progress import Progress
 from hybrid_pack.verify.report import Recorder, Tally
 from hybrid_pack.verify.scope import Scope
 

@@ -16,12 +16,12 @@ from hybrid_pack.io.checkpoint import Checkpoint, open_checkpoint
 from hybrid_pack.io.config import CONFIG, HF_QUANT_CONFIG, read_config, read_document
 from hybrid_pack.io.digest import blake3_digest
 from hybrid_pack.io.manifest import MANIFEST, topology_of
+from hybrid_pack.io.progress import Progress
 from hybrid_pack.io.reader import TensorReader
 from hybrid_pack.io.shards import Located
 from hybrid_pack.plan import SCALE_FORMATS, make_plan
 from hybrid_pack.schemas.manifest import Manifest
 from hybrid_pack.verify.pool import Buffers, Pool
-from hybrid_pack.verify.progress import Progress
 from hybrid_pack.verify.report import Recorder, Tally
 from hybrid_pack.verify.scope import Scope
 

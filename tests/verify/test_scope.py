@@ -17,12 +17,12 @@ import pytest
 
 from hybrid_pack.errors import EnvironmentFailure, UsageError
 from hybrid_pack.io import reader
+from hybrid_pack.io.progress import Silent
 from hybrid_pack.layouts import pack_kernels, scale_bytes
 from hybrid_pack.layouts.nf3_2p1 import Nf32p1
 from hybrid_pack.layouts.packed_fp4 import PackedFp4
 from hybrid_pack.layouts.scales import BlockScales
 from hybrid_pack.verify import VerifyReport, verify_pack, warmup
-from hybrid_pack.verify.progress import Silent
 from hybrid_pack.verify.reading import PackFile
 from tests.checkpoints import TAIL_GATE, edit_tensors, shard_of
 from tests.verify.packs import flip, read_document, text_of

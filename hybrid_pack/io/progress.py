@@ -1,4 +1,4 @@
-"""How a verification tells how far it is."""
+"""How a long job tells how far it is."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Told how a verification goes on; called from several threads. A conversion's progress fits too."""
+    """Told how a conversion or verification goes on; called from several threads."""
 
     def start(self, total_bytes: int, done_bytes: int) -> None:
-        """Bytes to read in all; none is done."""
+        """Bytes to read in all, and those that were done before."""
 
     def advance(self, nbytes: int) -> None:
-        """Bytes read and checked since the last call."""
+        """Bytes read and done since the last call."""
 
     def note(self, text: str) -> None:
         """Something worth a line."""
