@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 @click.option("--tp", default=1, show_default=True, help="Tensor-parallel size.")
 @click.option("--ep", default=1, show_default=True, help="Expert-parallel size.")
 @click.option(
-    "--bit-map", type=click.Path(path_type=Path), help="JSON file with the bit map, if SRC's own is absent or wrong."
+    "--bit-map",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="JSON file with the bit map, if SRC's own is absent or wrong."
 )
 @click.option("--layers", type=LAYERS, help="Pack only these layers, such as 3-5,78.")
 @click.option("--workers", type=int, help="Threads; by default two a core.")
@@ -77,7 +79,7 @@ def command(
         put(json.dumps(document, indent=1) if document else tables.plan_text(plan, needs, found, out))
         require_disk(found.space, out, kept=bool(found.done))
         return
-    with ByteProgress("convert", plain=as_json) as progress:
+    with ByteProgress("convert", lines=as_json) as progress:
         for note in plan.notes:
             progress.note(f"note: {note}")
         done = convert(plan, out, progress=progress, **options)

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from hybrid_pack.cli.source import local_source
+from hybrid_pack.cli.streams import put
 
 
 @click.command()
@@ -28,4 +29,4 @@ def command(path: str, bit_map: Path | None, as_json: bool) -> None:
 
     root, name = local_source(path, headers_only=True)
     view = inspect_path(root, bit_map_file=bit_map, name=name)
-    click.echo(json.dumps(view.as_dict(), indent=1) if as_json else inspection_text(view))
+    put(json.dumps(view.as_dict(), indent=1) if as_json else inspection_text(view))

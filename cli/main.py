@@ -12,7 +12,7 @@ import click
 
 from hybrid_pack._version import __version__
 from hybrid_pack.cli.streams import drop_stdout, in_echo, open_streams, stdout_failure, terminable
-from hybrid_pack.errors import EnvironmentFailure, HybridPackError
+from hybrid_pack.errors import EnvironmentFailure, HybridPackError, plain
 
 COMMANDS = {
     "convert": "Write a pack from a hybrid checkpoint.",
@@ -64,7 +64,7 @@ def _fail(error: BaseException, line: str, code: int, *, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     with contextlib.suppress(OSError):  # a stderr that takes nothing changes no exit code
-        click.echo(f"hybrid-pack: {' '.join(line.split())}", err=True)
+        click.echo(f"hybrid-pack: {plain(' '.join(line.split()))}", err=True)
     return code
 
 

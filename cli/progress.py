@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from hybrid_pack.errors import plain
+
 LINE_SECONDS = 10.0
 
 
@@ -25,7 +27,7 @@ def size(nbytes: float) -> str:
 
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # a terminal that went away stops no conversion
-        click.echo(text, err=True)
+        click.echo(plain(text), err=True)
 
 
 class ByteProgress:
@@ -34,11 +36,11 @@ class ByteProgress:
     Args:
         label: What is being done.
         quiet: Show nothing.
-        plain: Lines even on a terminal.
+        lines: Lines even on a terminal.
     """
 
-    def __init__(self, label: str, quiet: bool = False, plain: bool = False) -> None:
-        self._label, self._quiet, self._plain = label, quiet, plain
+    def __init__(self, label: str, quiet: bool = False, lines: bool = False) -> None:
+        self._label, self._quiet, self._lines = label, quiet, lines
         self._bar: Any = None
         self._lock = threading.Lock()
         self._total = self._done = self._before = 0
@@ -50,7 +52,7 @@ class ByteProgress:
         self._began = self._said = time.monotonic()
         if self._quiet:
             return
-        if not self._plain and sys.stderr is not None and sys.stderr.isatty():
+        if not self._lines and sys.stderr is not None and sys.stderr.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(
@@ -87,7 +89,7 @@ class ByteProgress:
         if self._quiet:
             return
         if self._bar is not None:
-            self._bar.write(text, file=sys.stderr)
+            self._bar.write(plain(text), file=sys.stderr)
         else:
             _say(text)
 

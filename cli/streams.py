@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from hybrid_pack.errors import EnvironmentFailure
+from hybrid_pack.errors import EnvironmentFailure, plain
 
 
 def open_streams() -> None:
@@ -35,14 +35,14 @@ def drop_stdout() -> None:
 
 
 def put(text: str) -> None:
-    """Print to stdout.
+    """Print to stdout; control characters of names and configurations are written as escapes.
 
     Raises:
         BrokenPipeError: Nobody reads it any more.
         EnvironmentFailure: It cannot be written otherwise.
     """
     try:
-        click.echo(text)
+        click.echo(plain(text))
     except BrokenPipeError:
         drop_stdout()
         raise

@@ -10,6 +10,8 @@ import click
 from hybrid_pack.cli.options import LAYERS
 from hybrid_pack.cli.progress import ByteProgress, size
 from hybrid_pack.cli.source import local_source
+from hybrid_pack.cli.streams import put
+from hybrid_pack.errors import plain
 
 
 @click.command()
@@ -56,29 +58,29 @@ def command(
             pack, source=checkpoint, quick=quick, rank=rank, layers=layers, workers=workers, progress=progress
         )
     if as_json:
-        click.echo(json.dumps(report.as_dict(), indent=1))
+        put(json.dumps(report.as_dict(), indent=1))
     else:
         for check in report.checks:
             read = f", {size(check.nbytes)} in {check.seconds:.1f} s" if check.nbytes else ""
-            click.echo(f"  checked      {check.name}: {check.count:,} {check.unit}{read}")
+            put(f"  checked      {check.name}: {check.count:,} {check.unit}{read}")
         for left in report.not_checked:
-            click.echo(f"  not checked  {left.what}: {left.why}")
+            put(f"  not checked  {left.what}: {left.why}")
         for line in report.declared:
-            click.echo(f"  by the report: {line}")
+            put(f"  by the report: {line}")
         for unread in report.unread:
-            click.echo(f"  UNREAD       {unread}")
+            put(f"  UNREAD       {unread}")
         for finding in report.findings:
-            click.echo(f"  WRONG        {finding}")
+            put(f"  WRONG        {finding}")
         if report.findings_total > len(report.findings):
-            click.echo(f"  ... and {report.findings_total - len(report.findings)} more")
+            put(f"  ... and {report.findings_total - len(report.findings)} more")
     if not report.ok:
         parts = []
         if report.findings:
             parts.append(f"{report.findings_total} finding(s); first: {report.findings[0]}")
         if report.unread:
             parts.append(f"{len(report.unread)} file(s) could not be read; first: {report.unread[0]}")
-        click.echo(f"hybrid-pack: {pack}: {'; '.join(parts)}", err=True)
+        click.echo(plain(f"hybrid-pack: {pack}: {'; '.join(parts)}"), err=True)
         return report.exit_code
     if not as_json:
-        click.echo(f"{pack}: nothing wrong found in {report.seconds:.1f} s")
+        put(f"{pack}: nothing wrong found in {report.seconds:.1f} s")
     return 0

@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+LONGEST_PART = 600
+"""Characters of each part of a message: a hostile header can make one of a megabyte."""
+
+
+def plain(text: str) -> str:
+    """Text that does to a terminal what it says: control and direction characters are written as escapes."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def _short(part: object) -> str:
+    text = str(part)
+    return text if len(text) <= LONGEST_PART else f"{text[:LONGEST_PART]}... ({len(text)} characters)"
+
 
 class HybridPackError(Exception):
     """Base of all errors raised on purpose.
@@ -35,15 +48,15 @@ class HybridPackError(Exception):
         super().__init__(self._message())
 
     def _message(self) -> str:
-        text = self.problem if self.where is None else f"{self.where}: {self.problem}"
-        details = [
-            f"{key} {value}" for key, value in (("expected", self.expected), ("found", self.found)) if value is not None
-        ]
+        text = _short(self.problem)
+        text = text if self.where is None else f"{_short(self.where)}: {text}"
+        found = (("expected", self.expected), ("found", self.found))
+        details = [f"{key} {_short(value)}" for key, value in found if value is not None]
         if details:
             text += f" ({', '.join(details)})"
         if self.hint:
             text += f"; {self.hint}"
-        return " ".join(text.split())
+        return plain(" ".join(text.split()))
 
 
 class DataError(HybridPackError):

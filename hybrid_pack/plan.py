@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hybrid_pack.errors import UsageError
+from hybrid_pack.errors import DataError, UsageError
 from hybrid_pack.io.bitmap import KEY, MAP_HOLDERS
 from hybrid_pack.io.checkpoint import Checkpoint, Layer
 from hybrid_pack.io.config import CONFIG, HF_QUANT_CONFIG
 from hybrid_pack.io.digest import blake3_digest
+from hybrid_pack.io.hessians import Hessians
+from hybrid_pack.io.importance import Importance
 from hybrid_pack.io.manifest import BASE_INDEX, MANIFEST, README, STATE, shard_header
 from hybrid_pack.io.safetensors import TensorHeader, build_header
 from hybrid_pack.io.shards import INDEX, Located
 from hybrid_pack.layouts.shard import KeptScaleFormat, RankGeometry, ShardTensor, shard_path, shard_tensors
+from hybrid_pack.quantize import Search
 from hybrid_pack.schemas.manifest import FORMAT_VERSION, LAYOUT_ABI, is_pack_path
-from hybrid_pack.sharding import Topology, require_legal
+from hybrid_pack.sharding import Topology, padded_intermediate, require_legal
 
 BASE_FILE_BYTES = 5_000_000_000
 """Base tensors are written in files of about this size, as Hugging Face does."""
@@ -31,6 +35,54 @@ MAX_NAME_BYTES = 240
 """File systems hold 255, and files are written under a longer name first."""
 SMALL_FOLDERS = ("additional_chat_templates",)
 SCALE_FORMATS: Mapping[str | None, KeptScaleFormat | None] = {"nvfp4": "e4m3_k16", "mxfp4": "e8m0_k32", None: None}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How experts that are stored in another format than their tier's get there.
+
+    Attributes:
+        search: How scales are chosen.
+        importance: Mean squares of the matrices' input channels, for ``weighted``.
+        hessians: Their second moments; the tail is then quantised by GPTQ.
+        device: ``cpu``, or ``cuda`` for a GPU.
+    """
+
+    search: Search = "mse"
+    importance: Importance | None = None
+    hessians: Hessians | None = None
+    device: str = "cpu"
+
+
+FOUR_BIT_SOURCE = "what is lost to them is lost already: convert the original weights if you have them"
+
+
+def quantization_notes(source: Checkpoint, layers: Iterable[int], quantization: Quantization) -> list[str]:
+    """What will be quantised, from what, and what error that means; said before the work starts.
+
+    The figures are measured on normally distributed weights: ``benchmarks/results/quantise.json``.
+    """
+    found = Counter[tuple[str, str]]()
+    for index in layers:
+        layer = source.layers[index]
+        for tier, ids in (("nf3", layer.tail), (str(layer.kept_format), layer.kept)):
+            for expert in ids:
+                stored = {m.format.name for m in layer.experts[expert].matrices}
+                if stored != {tier}:
+                    found[tier, "+".join(sorted(stored))] += 1
+    method = "GPTQ" if quantization.hessians is not None else f"search {quantization.search}"
+    notes = []
+    for (tier, stored), count in sorted(found.items()):
+        what = f"{count} experts become {tier.upper()} from {stored.upper()}"
+        if tier == "nf3":
+            four_bit = bool({"nvfp4", "mxfp4"} & set(stored.split("+")))
+            loss = f", which is 4-bit already: about 13.5 dB against the original weights instead of 15.8; {FOUR_BIT_SOURCE}"
+            notes.append(f"{what} ({method}){loss if four_bit else ': about 15.8 dB'}")
+        elif stored == "mxfp4":
+            notes.append(f"{what}: exactly where their scales allow, else quantised (search {quantization.search})")
+        else:
+            notes.append(f"{what} (search {quantization.search}): about {20.4 if tier == 'nvfp4' else 18.9} dB")
+    return notes
 
 
 @dataclass(frozen=True)
@@ -100,6 +152,7 @@ class Plan:
         source: The checkpoint.
         topology: tp and ep.
         geometry: Sizes of one rank's share.
+        quantization: What to do with experts that are not stored in their tier's format.
         layers: Layers to pack, ascending.
         omitted: Layers left out by ``--layers``.
         shards: By layer, then rank.
@@ -112,6 +165,7 @@ class Plan:
     source: Checkpoint
     topology: Topology
     geometry: RankGeometry
+    quantization: Quantization
     layers: tuple[int, ...]
     omitted: tuple[int, ...]
     shards: tuple[ShardPlan, ...]
@@ -130,22 +184,19 @@ class Plan:
     def source_bytes(self) -> int:
         """Bytes of the source tensors that will be read: the unit of progress."""
         experts = sum(
-            at.header.nbytes
-            for index in self.layers
-            for expert in self.source.layers[index].experts.values()
-            for matrix in expert.matrices
-            for at in (matrix.codes, matrix.scales)
+            expert.nbytes for index in self.layers for expert in self.source.layers[index].experts.values()
         )
         return experts + sum(t.header.nbytes for b in self.base for t in b.tensors)
 
     @cached_property
     def expert_bytes(self) -> int:
         """Bytes of the largest stored expert: with as many packed bytes again, the memory of one worker."""
-        return max(
-            sum(at.header.nbytes for matrix in expert.matrices for at in (matrix.codes, matrix.scales))
-            for index in self.layers
-            for expert in self.source.layers[index].experts.values()
-        )
+        return max(expert.nbytes for index in self.layers for expert in self.source.layers[index].experts.values())
+
+    @property
+    def intermediate(self) -> int:
+        """I, padded where that was asked for."""
+        return self.geometry.intermediate * self.topology.tensor_parallel
 
     def rank_bytes(self, rank: int) -> Mapping[str, int]:
         """Expert bytes a rank loads, by tier."""
@@ -160,6 +211,7 @@ class Plan:
         """What must be equal for finished files of another run to be of use: the source, the layout and the options."""
         files = [[self.source.file_name(f), f.nbytes, f.digest] for f in self.source.shards.files]
         tiers = {str(i): self.source.layers[i].kept for i in self.layers}
+        chosen = self.quantization
         return {
             "format_version": FORMAT_VERSION,
             "abi": LAYOUT_ABI,
@@ -170,6 +222,13 @@ class Plan:
             "source_index": self.source.index_digest,
             "source_files": blake3_digest(json.dumps(files).encode()),
             "bit_map": blake3_digest(json.dumps(tiers).encode()),
+            "kept_formats": {str(i): self.source.layers[i].kept_format for i in self.layers},
+            "mx_bias": self.source.options.mx_bias,
+            "intermediate": self.intermediate,
+            "search": chosen.search,
+            "importance": None if chosen.importance is None else chosen.importance.digest,
+            "hessians": None if chosen.hessians is None else chosen.hessians.digest,
+            "device": chosen.device,
         }
 
 
@@ -292,18 +351,49 @@ def _index(base: tuple[BasePlan, ...]) -> bytes:
     return _json({"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))})
 
 
-def make_plan(source: Checkpoint, topology: Topology, layers: Iterable[int] | None = None) -> Plan:
+def _gated(source: Checkpoint, layers: Iterable[int]) -> bool:
+    """Whether the experts have a gate: all of them or none.
+
+    Raises:
+        DataError: Some have, some have not.
+    """
+    found = {e.gate is not None: (i, n) for i in layers for n, e in source.layers[i].experts.items()}
+    if len(found) > 1:
+        where = " and ".join(f"layer {i} expert {n} {'with' if gate else 'without'}" for gate, (i, n) in found.items())
+        raise DataError("experts with and without a gate in one model", where=source.root, found=where)
+    return next(iter(found))
+
+
+def _legal_size(source: Checkpoint, topology: Topology, gated: bool, pad: bool) -> int:
+    """I, padded to the next size that can be split if that was asked for."""
+    tp = topology.tensor_parallel
+    if not pad:
+        return source.intermediate
+    return padded_intermediate(source.hidden, source.intermediate, tp, gated) or source.intermediate
+
+
+def make_plan(
+    source: Checkpoint,
+    topology: Topology,
+    layers: Iterable[int] | None = None,
+    *,
+    pad: bool = False,
+    quantization: Quantization | None = None,
+) -> Plan:
     """Plan a conversion.
 
     Args:
         source: An opened checkpoint.
         topology: tp and ep.
         layers: Only these layers; by default all.
+        pad: Pad the intermediate size with zeros to the next one that can be split.
+        quantization: What to do with experts that are not stored in their tier's format; by default least squares.
 
     Raises:
         UsageError: An illegal topology, or a layer that has no experts to pack.
+        DataError: Experts with and without a gate; importances or Hessians that do not fit.
     """
-    tiles = require_legal(source.hidden, source.intermediate, source.config.num_experts, topology)
+    quantization = quantization or Quantization()
     wanted = tuple(sorted(source.layers)) if layers is None else tuple(sorted(set(layers)))
     unknown = [layer for layer in wanted if layer not in source.layers]
     if unknown or not wanted:
@@ -314,7 +404,10 @@ def make_plan(source: Checkpoint, topology: Topology, layers: Iterable[int] | No
             expected=f"layers of {have}",
             found=unknown[0] if unknown else "none",
         )
-    geometry = RankGeometry(source.hidden, source.intermediate // topology.tensor_parallel, tiles)
+    gated = _gated(source, wanted)
+    intermediate = _legal_size(source, topology, gated, pad)
+    tiles = require_legal(source.hidden, intermediate, source.config.num_experts, topology, gated)
+    geometry = RankGeometry(source.hidden, intermediate // topology.tensor_parallel, tiles, gated)
     base = _base(source.base)
     copied, small_notes = _small_files(source.root)
     written = {CONFIG: _config(source)}
@@ -326,10 +419,14 @@ def make_plan(source: Checkpoint, topology: Topology, layers: Iterable[int] | No
         notes.append(
             f"only layers {', '.join(map(str, wanted))} are packed; the experts of {len(omitted)} layers are left out"
         )
+    if intermediate != source.intermediate:
+        notes.append(f"intermediate size {source.intermediate} is padded with zeros to {intermediate}")
+    notes += quantization_notes(source, wanted, quantization)
     return Plan(
         source=source,
         topology=topology,
         geometry=geometry,
+        quantization=quantization,
         layers=wanted,
         omitted=omitted,
         shards=tuple(

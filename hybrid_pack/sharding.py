@@ -60,28 +60,47 @@ class Topology:
         return range(first, first + block)
 
 
-def tiles_for(hidden: int, intermediate_rank: int) -> Tiles | None:
-    """The kernel tiles for a rank's geometry, or None where b12x 1.1.0 has none that fits."""
-    exception = TILE_EXCEPTIONS.get((hidden, intermediate_rank))
+def tiles_for(hidden: int, intermediate_rank: int, gated: bool = True) -> Tiles | None:
+    """The kernel tiles for a rank's geometry, or None where b12x 1.1.0 has none that fits.
+
+    Args:
+        hidden: H.
+        intermediate_rank: The rank's share of I.
+        gated: Whether w13 holds gate and up, or up alone.
+    """
+    rows = (2 if gated else 1) * intermediate_rank
+    exception = TILE_EXCEPTIONS.get((hidden, intermediate_rank)) if gated else None
     if exception is not None:
         return exception
     for tiles in TILE_CANDIDATES:
         fc1_k, fc1_n, fc2_k, fc2_n = tiles
-        if not (hidden % fc1_k or 2 * intermediate_rank % fc1_n or intermediate_rank % fc2_k or hidden % fc2_n):
+        if not (hidden % fc1_k or rows % fc1_n or intermediate_rank % fc2_k or hidden % fc2_n):
             return tiles
     return None
 
 
-def why_not_tp(hidden: int, intermediate: int, tp: int) -> str | None:
+def why_not_tp(hidden: int, intermediate: int, tp: int, gated: bool = True) -> str | None:
     """The reason a tensor-parallel size is illegal for a geometry, or None if it is legal."""
     if intermediate % tp:
         return f"intermediate size {intermediate} is not divisible by {tp}"
     share = intermediate // tp
     if share % ROW_BLOCK:
         return f"a rank's share {intermediate}/{tp} = {share} is not a multiple of {ROW_BLOCK}"
-    if tiles_for(hidden, share) is None:
-        return f"no kernel tile fits hidden size {hidden} with {share} intermediate rows a rank"
+    if tiles_for(hidden, share, gated) is None:
+        ungated = "" if gated else " and no gate"
+        return f"no kernel tile fits hidden size {hidden} with {share} intermediate rows a rank{ungated}"
     return None
+
+
+def padded_intermediate(hidden: int, intermediate: int, tp: int, gated: bool = True) -> int | None:
+    """The smallest intermediate size from ``intermediate`` on that can be split ``tp`` ways; None where none can.
+
+    Whether tiles fit depends on H and on the share modulo the largest N tile alone, so the next few multiples tell.
+    """
+    largest = max(tiles[1] for tiles in TILE_CANDIDATES)
+    first = -(-intermediate // (tp * ROW_BLOCK)) * tp * ROW_BLOCK
+    sizes = range(first, first + largest * tp + 1, tp * ROW_BLOCK)
+    return next((size for size in sizes if why_not_tp(hidden, size, tp, gated) is None), None)
 
 
 def why_not_ep(num_experts: int, ep: int) -> str | None:
@@ -89,9 +108,9 @@ def why_not_ep(num_experts: int, ep: int) -> str | None:
     return f"{num_experts} experts are not divisible by {ep}" if num_experts % ep else None
 
 
-def legal_tp(hidden: int, intermediate: int, limit: int = 64) -> list[int]:
+def legal_tp(hidden: int, intermediate: int, limit: int = 64, gated: bool = True) -> list[int]:
     """All legal tensor-parallel sizes up to a limit, ascending."""
-    return [tp for tp in range(1, limit + 1) if why_not_tp(hidden, intermediate, tp) is None]
+    return [tp for tp in range(1, limit + 1) if why_not_tp(hidden, intermediate, tp, gated) is None]
 
 
 def legal_ep(num_experts: int, limit: int | None = None) -> list[int]:
@@ -99,18 +118,20 @@ def legal_ep(num_experts: int, limit: int | None = None) -> list[int]:
     return [ep for ep in range(1, (limit or num_experts) + 1) if why_not_ep(num_experts, ep) is None]
 
 
-def require_legal(hidden: int, intermediate: int, num_experts: int, topology: Topology) -> Tiles:
+def require_legal(hidden: int, intermediate: int, num_experts: int, topology: Topology, gated: bool = True) -> Tiles:
     """The kernel tiles of a topology.
 
     Raises:
         UsageError: The topology cannot be; the message gives the reason and the sizes that can.
     """
     tp, ep = topology.tensor_parallel, topology.expert_parallel
-    reason = why_not_tp(hidden, intermediate, tp)
+    reason = why_not_tp(hidden, intermediate, tp, gated)
     if reason is not None:
-        sizes = ", ".join(map(str, legal_tp(hidden, intermediate))) or "none"
+        sizes = ", ".join(map(str, legal_tp(hidden, intermediate, gated=gated))) or "none"
+        padded = padded_intermediate(hidden, intermediate, tp, gated)
+        more = f"; or --pad, to {padded}" if padded is not None else ""
         raise UsageError(
-            f"tensor-parallel size {tp} is not possible: {reason}", where="--tp", hint=f"legal sizes: {sizes}"
+            f"tensor-parallel size {tp} is not possible: {reason}", where="--tp", hint=f"legal sizes: {sizes}{more}"
         )
     reason = why_not_ep(num_experts, ep)
     if reason is not None:
@@ -118,6 +139,6 @@ def require_legal(hidden: int, intermediate: int, num_experts: int, topology: To
         raise UsageError(
             f"expert-parallel size {ep} is not possible: {reason}", where="--ep", hint=f"legal sizes: {sizes}"
         )
-    tiles = tiles_for(hidden, intermediate // tp)
+    tiles = tiles_for(hidden, intermediate // tp, gated)
     assert tiles is not None
     return tiles

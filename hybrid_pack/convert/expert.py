@@ -1,4 +1,4 @@
-"""One expert: read its stored tensors once, pack them for every tensor-parallel rank."""
+"""One expert: read its stored tensors once, pack its encoded matrices for every tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hybrid_pack.convert.encode import Encoding, Part
 from hybrid_pack.convert.scales import Counts, ScaleStats, check_scales, choose
-from hybrid_pack.io.checkpoint import Expert, Matrix
+from hybrid_pack.io.checkpoint import Expert
 from hybrid_pack.io.output import aligned_buffer
 from hybrid_pack.io.reader import TensorReader
 from hybrid_pack.io.safetensors import ALIGNMENT
@@ -46,17 +47,19 @@ class ExpertPacker:
     Args:
         geometry: Sizes of one rank's share.
         tp: Tensor-parallel size.
+        intermediate: I of the source; what the ranks have more is padding.
     """
 
-    def __init__(self, geometry: RankGeometry, tp: int) -> None:
+    def __init__(self, geometry: RankGeometry, tp: int, intermediate: int) -> None:
         self._geometry = geometry
         self._tp = tp
+        self._intermediate = intermediate
         self._source = aligned_buffer(0)
         self._packed = aligned_buffer(0)
 
     def read(self, expert: Expert, reader: TensorReader) -> dict[str, Buffer]:
-        """Read all codes and scales of an expert; valid until the next call."""
-        tensors = [at for matrix in expert.matrices for at in (matrix.codes, matrix.scales)]
+        """Read all codes and scales of an expert, by name; valid until the next call."""
+        tensors = expert.tensors
         needed = sum(_aligned(at.header.nbytes) for at in tensors)
         if needed > self._source.nbytes:
             self._source = aligned_buffer(needed)
@@ -69,45 +72,55 @@ class ExpertPacker:
             begin += _aligned(at.header.nbytes)
         return parts
 
-    def pack(
-        self, expert: Expert, stored: Mapping[str, Buffer], seconds: list[float], where: str
-    ) -> Iterator[PackedRank]:
+    def pack(self, expert: Encoding, where: str) -> Iterator[PackedRank]:
         """Pack an expert for each tensor-parallel rank in turn.
 
         Args:
-            expert: What was read.
-            stored: Its tensors, from ``read``.
-            seconds: Second-level scales of gate, up and down; 1.0 where there is none.
+            expert: In the form of its tier.
             where: Layer and expert in words, for errors.
 
         Raises:
             DataError: A scale that is refused.
         """
-        tier: Tier = "tail" if expert.gate.format.name == "nf3" else "kept"
+        groups = {"w13": expert.w13, "w2": expert.w2}
         slices = [
-            [self._slices(m, stored, i < 2, rank) for i, m in enumerate(expert.matrices)] for rank in range(self._tp)
+            {name: [self._slices(part, name == "w13", rank) for part in parts] for name, parts in groups.items()}
+            for rank in range(self._tp)
         ]
-        counts = [[count_scale_bytes(scales) for _, scales in parts] for parts in slices]
-        for i, matrix in enumerate(expert.matrices):
-            check_scales(matrix, stored[matrix.scales.header.name], np.sum([c[i] for c in counts], axis=0), where)
-        for parts, part_counts in zip(slices, counts, strict=True):
-            yield self._pack_rank(expert, parts, part_counts, seconds, tier)
+        counts = [{name: [count_scale_bytes(s) for _, s in rows] for name, rows in ours.items()} for ours in slices]
+        for name, parts in groups.items():
+            for i, part in enumerate(parts):
+                check_scales(part, np.sum([ours[name][i] for ours in counts], axis=0), where)
+        for tp_rank in range(self._tp):
+            packed = self._pack_rank(groups, slices[tp_rank], counts[tp_rank])
+            if expert.w2[0].format.name != "mxfp4":  # which has no zero scale
+                packed.stats.zero -= self._padding_groups(expert, tp_rank)
+            yield packed
+
+    def _padding_groups(self, expert: Encoding, tp_rank: int) -> int:
+        """Groups of a rank's share that are no groups of the source."""
+        share, group = self._geometry.intermediate, expert.w2[0].format.group
+        padding = min(max((tp_rank + 1) * share - self._intermediate, 0), share)
+        return padding * self._geometry.hidden * (len(expert.w13) + 1) // group
 
     def _pack_rank(
-        self, expert: Expert, slices: list[tuple[Rows, Rows]], counts: list[Counts], seconds: list[float], tier: Tier
+        self,
+        groups: Mapping[str, list[Part]],
+        slices: Mapping[str, list[tuple[Rows, Rows]]],
+        counts: Mapping[str, list[Counts]],
     ) -> PackedRank:
-        scales = BlockScales(expert.gate.format.group)
+        form = groups["w2"][0].format
+        tier: Tier = "tail" if form.name == "nf3" else "kept"
+        scales = BlockScales(form.group)
         rows = self._rows(tier, scales)
         global_scales: dict[str, float] = {}
         stats = ScaleStats()
         for name in MATRICES:
-            parts = slice(0, 2) if name == "w13" else slice(2, 3)
-            matrices = list(expert.matrices)[parts]
             n, k = self._geometry.size(name)
             codes = self._geometry.codes(tier, name)
-            chosen = choose([m.format for m in matrices], counts[parts], seconds[parts])
+            chosen = choose([p.format for p in groups[name]], counts[name], [p.second for p in groups[name]])
             first_row = 0
-            for (code_rows, scale_rows), table in zip(slices[parts], chosen.tables, strict=True):
+            for (code_rows, scale_rows), table in zip(slices[name], chosen.tables, strict=True):
                 codes.pack_rows(code_rows, n, k, first_row, rows[name].view(np.uint32))
                 scales.pack_rows(scale_rows, n, k, first_row, table.device, rows[f"{name}_scale"])
                 first_row += code_rows.count
@@ -132,19 +145,10 @@ class ExpertPacker:
             begin += _aligned(nbytes)
         return rows
 
-    def _slices(self, matrix: Matrix, stored: Mapping[str, Buffer], by_rows: bool, tp_rank: int) -> tuple[Rows, Rows]:
+    def _slices(self, part: Part, by_rows: bool, tp_rank: int) -> tuple[Rows, Rows]:
         """This rank's rows of gate or up, or its columns of down: (codes, scales)."""
-        share, form = self._geometry.intermediate, matrix.format
-        stride, scale_stride = form.code_bytes(matrix.columns), matrix.columns // form.group
-        codes, scales = stored[matrix.codes.header.name], stored[matrix.scales.header.name]
+        share, form = self._geometry.intermediate, part.format
         if by_rows:
-            first = tp_rank * share
-            return (
-                Rows(codes, first * stride, stride, share, stride),
-                Rows(scales, first * scale_stride, scale_stride, share, scale_stride),
-            )
+            return part.codes.rows(tp_rank * share, share), part.scales.rows(tp_rank * share, share)
         width, scale_width = form.code_bytes(share), share // form.group
-        return (
-            Rows(codes, tp_rank * width, stride, matrix.rows, width),
-            Rows(scales, tp_rank * scale_width, scale_stride, matrix.rows, scale_width),
-        )
+        return part.codes.columns(tp_rank * width, width), part.scales.columns(tp_rank * scale_width, scale_width)

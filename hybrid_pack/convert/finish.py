@@ -8,6 +8,7 @@ from typing import Any
 from hybrid_pack._version import __version__
 from hybrid_pack.convert.files import refuse_links
 from hybrid_pack.convert.journal import Journal, Record
+from hybrid_pack.convert.quantized import quantized_tiers
 from hybrid_pack.io.digest import blake3_digest, shard_digest
 from hybrid_pack.io.manifest import BASE_INDEX, MANIFEST, ROW_TENSORS, decode_manifest, encode_manifest
 from hybrid_pack.io.output import PARTIAL, make_folder, write_small
@@ -61,6 +62,7 @@ def _report(plan: Plan, records: dict[str, Record]) -> Record:
             key = (shard.layer, int(expert))
             worst[key] = max(worst.get(key, 0.0), error)
     layers = [plan.source.layers[i] for i in plan.layers]
+    cast = {(shard.layer, expert) for shard in plan.shards for expert in records[shard.path]["cast"]}
     return {
         "experts_kept": sum(len(layer.kept) for layer in layers),
         "experts_tail": sum(len(layer.tail) for layer in layers),
@@ -71,8 +73,23 @@ def _report(plan: Plan, records: dict[str, Record]) -> Record:
             {"layer": layer, "expert": expert, "worst_relative_error": error}
             for (layer, expert), error in sorted(worst.items())
         ],
+        "experts_cast": len(cast),
+        "experts_quantized": quantized_tiers(plan, records),
+        "options": _options(plan),
         "layers_omitted": list(plan.omitted),
         "notes": [_text(note) for note in plan.notes],
+    }
+
+
+def _options(plan: Plan) -> Record:
+    source, chosen = plan.source, plan.quantization
+    return {
+        "kept_format": source.options.kept_format,
+        "requantize": source.options.requantize,
+        "mx_bias": source.options.mx_bias,
+        "search": chosen.search,
+        "importance": None if chosen.importance is None else chosen.importance.digest,
+        "hessians": None if chosen.hessians is None else chosen.hessians.digest,
     }
 
 
@@ -88,7 +105,8 @@ def _document(plan: Plan, records: dict[str, Record], small: list[Record]) -> di
             "kept_weight_layout": "packed",
             "tail_weight_layout": "nf3_2p1",
             "tail_scale_format": "e4m3_k32",
-            "w13_order": "gate_up",
+            "w13_order": "gate_up" if plan.geometry.gated else "up",
+            "expert_biases": source.expert_biases,
             "nf3_levels": list(config.nf3_levels),
             "activation": config.activation,
         },
@@ -99,7 +117,7 @@ def _document(plan: Plan, records: dict[str, Record], small: list[Record]) -> di
         "geometry": {
             "hidden_size": source.hidden,
             "intermediate_size": source.intermediate,
-            "intermediate_size_padded": source.intermediate,
+            "intermediate_size_padded": plan.intermediate,
             "num_experts": config.num_experts,
             "top_k": config.top_k,
         },
@@ -160,7 +178,8 @@ def rehearse_manifest(plan: Plan) -> None:
         }
         records[shard.path] = {
             "path": shard.path, "bytes": shard.nbytes, "digest": shard_digest(shard.header, digests.values()),
-            "tensors": digests, "zero": 0, "flushed": 0, "saturated": 0, "requantized": {},
+            "tensors": digests, "zero": 0, "flushed": 0, "saturated": 0, "requantized": {}, "cast": [],
+            "quantized": {},
         }  # fmt: skip
     names = sorted({*plan.copied, *plan.written})
     small = [{"path": name, "bytes": 0, "digest": f"blake3:{nothing}"} for name in names]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hybrid_pack.convert.encode import Encoder, Encoding
 from hybrid_pack.convert.expert import ExpertPacker, PackedRank
 from hybrid_pack.convert.journal import Journal, Record
 from hybrid_pack.convert.scales import OnScaleMismatch, ScaleStats
@@ -35,9 +36,11 @@ class ShardFile:
         self._globals = {t.name: np.zeros(t.shape[0], "<f4") for t in plan.tensors if t.dtype == "F32"}
         self._row_bytes = {t.name: t.row_bytes for t in plan.tensors}
         self._stats: dict[int, ScaleStats] = {}
+        self._quantized: dict[int, Record] = {}
+        self._cast: set[int] = set()
         self._recorded = False
 
-    def put(self, expert: int, packed: PackedRank) -> None:
+    def put(self, expert: int, packed: PackedRank, encoding: Encoding) -> None:
         """Hash and write one expert's rows."""
         tier, row = self._place[expert]
         for key, data in packed.rows.items():
@@ -46,7 +49,12 @@ class ShardFile:
             self._file.write(self.plan.placed[name].begin + row * self._row_bytes[name], data)
         for key, value in packed.global_scales.items():
             self._globals[f"{tier}.{key}_global_scale"][row] = value
-        self._stats[expert] = packed.stats
+        if encoding.cast:
+            self._cast.add(expert)
+        if encoding.stats is None:
+            self._stats[expert] = packed.stats
+        else:
+            self._quantized[expert] = quantized_record(encoding, packed.stats)
 
     def finish(self, journal: Journal) -> None:
         """Write the small tensors and the header, make all durable, record it, give it its name."""
@@ -80,6 +88,8 @@ class ShardFile:
             "flushed": total.flushed,
             "saturated": total.saturated,
             "requantized": {str(e): s.worst_error for e, s in sorted(self._stats.items()) if s.worst_error > 0},
+            "cast": sorted(self._cast),
+            "quantized": {str(e): record for e, record in sorted(self._quantized.items())},
         }
 
     def discard(self) -> None:
@@ -126,23 +136,27 @@ class LayerJob:
                     self._files[shard.rank] = ShardFile(self._root, shard)
             return self._files
 
-    def pack(self, expert: int, packer: ExpertPacker, reader: TensorReader, journal: Journal) -> int:
-        """Read, pack, hash and write one expert; the thread that packs the last one finishes the files.
+    def pack(
+        self, expert: int, encoder: Encoder, packer: ExpertPacker, reader: TensorReader, journal: Journal
+    ) -> int:
+        """Read, encode, pack, hash and write one expert; the thread that packs the last one finishes the files.
 
         Returns:
             Source bytes read.
         """
         files = self._open()
-        stored = packer.read(self.layer.experts[expert], reader)
+        matrices = self.layer.experts[expert]
+        stored = packer.read(matrices, reader)
         topology = self._plan.topology
         ep_rank = expert // (self._plan.source.config.num_experts // topology.expert_parallel)
         where = f"layer {self.layer.index} expert {expert}"
-        for tp_rank, packed in enumerate(packer.pack(self.layer.experts[expert], stored, self._seconds[expert], where)):
+        encoding = encoder.encode(self.layer, expert, stored, self._seconds[expert], where)
+        for tp_rank, packed in enumerate(packer.pack(encoding, where)):
             if packed.stats.moved_away and self._on_mismatch == "refuse":
-                raise _too_far_apart(self.layer.experts[expert], where, packed.stats.moved_away)
+                raise _too_far_apart(matrices, where, packed.stats.moved_away)
             file = files.get(ep_rank * topology.tensor_parallel + tp_rank)
             if file is not None:
-                file.put(expert, packed)
+                file.put(expert, packed, encoding)
         with self._lock:
             self._left -= 1
             last = not self._left
@@ -157,11 +171,26 @@ class LayerJob:
             file.discard()
 
 
+def quantized_record(encoding: Encoding, packed: ScaleStats) -> Record:
+    """What the journal remembers of a quantised expert: of all of it, but for the groups that are zero, this rank's."""
+    stats = encoding.stats
+    assert stats is not None
+    return {
+        "sources": sorted({part.matrix.format.name for part in encoding.parts}),
+        "signal": stats.signal,
+        "error": stats.error,
+        "groups": stats.groups,
+        "subnormal": stats.subnormal,
+        "saturated": stats.saturated,
+        "zero": packed.zero + packed.flushed,
+    }
+
+
 def _too_far_apart(expert: Expert, where: str, blocks: int) -> DataError:
     """Gate's and up's second-level scales are a power of two apart, but one too large for block scales to take in."""
     return DataError(
         f"{where}: gate's and up's second-level scales are so far apart that {blocks} blocks would become zero",
-        where=expert.gate.second,
+        where=None if expert.gate is None else expert.gate.second,
         expected="second-level scales that block scales can make up for exactly",
         hint="--on-scale-mismatch requantize lets them become zero, and counts them",
     )

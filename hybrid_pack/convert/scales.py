@@ -10,10 +10,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hybrid_pack.convert.encode import Part
 from hybrid_pack.errors import DataError
 from hybrid_pack.formats import e4m3, e8m0, nf3
 from hybrid_pack.formats.source import SourceFormat
-from hybrid_pack.io.checkpoint import Expert, Matrix
+from hybrid_pack.io.checkpoint import Matrix
 from hybrid_pack.layouts import scale_bytes
 from hybrid_pack.layouts.scale_bytes import ScaleTable
 
@@ -66,29 +67,28 @@ def refused_bytes(form: SourceFormat) -> NDArray[np.bool_]:
     return refused | (values >= nf3.SCALE_LIMIT) if form.name == "nf3" else refused
 
 
-def check_scales(matrix: Matrix, scales: NDArray[np.uint8], counts: Counts, where: str) -> None:
+def check_scales(part: Part, counts: Counts, where: str) -> None:
     """Refuse a matrix with scales that mean nothing.
 
     Args:
-        matrix: Whose scales they are.
-        scales: u8 [N * K/group], all of them, for the index in the message.
+        part: Whose scales they are.
         counts: i64 [256], how often each byte occurs.
         where: Layer and expert in words.
 
     Raises:
         DataError: The first such scale, by tensor and index.
     """
-    bad = refused_bytes(matrix.format) & (counts > 0)
+    bad = refused_bytes(part.format) & (counts > 0)
     if not bad.any():
         return
-    index = int(np.flatnonzero(bad[scales])[0])
-    byte = int(scales[index])
-    value = float(stored_values(matrix.format)[byte])
-    row, group = divmod(index, matrix.columns // matrix.format.group)
-    limit = f"below {nf3.SCALE_LIMIT:g}" if matrix.format.name == "nf3" else "finite"
+    scales = part.scales.matrix()
+    row, group = map(int, np.argwhere(bad[scales])[0])
+    byte = int(scales[row, group])
+    value = float(stored_values(part.format)[byte])
+    limit = f"below {nf3.SCALE_LIMIT:g}" if part.format.name == "nf3" else "finite"
     raise DataError(
-        f"{where}: scale [{row}, {group}] of {matrix.format.name.upper()}",
-        where=matrix.scales,
+        f"{where}: scale [{row}, {group}] of {part.format.name.upper()}",
+        where=part.matrix.scales,
         expected=f"a scale that is not negative and {limit}",
         found=f"byte 0x{byte:02X} = {value:g}",
         hint="the export is damaged; export the checkpoint again",
@@ -115,7 +115,7 @@ def power_of_two_ratio(a: float, b: float) -> bool:
     return math.frexp(a)[0] == math.frexp(b)[0]
 
 
-def check_pair(expert: Expert, gate: float, up: float, where: str, on_mismatch: OnScaleMismatch) -> None:
+def check_pair(matrix: Matrix, gate: float, up: float, where: str, on_mismatch: OnScaleMismatch) -> None:
     """Gate and up share one global scale: refuse a pair that block scales cannot make up for exactly.
 
     Raises:
@@ -124,7 +124,7 @@ def check_pair(expert: Expert, gate: float, up: float, where: str, on_mismatch: 
     if on_mismatch == "refuse" and not power_of_two_ratio(gate, up):
         raise DataError(
             f"{where}: gate and up have second-level scales that are no power of two apart",
-            where=expert.gate.second,
+            where=matrix.second,
             expected=f"up's {up!r} times a power of two",
             found=repr(gate),
             hint="--on-scale-mismatch requantize rescales the block scales to the larger one and reports the error",

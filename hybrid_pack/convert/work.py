@@ -6,11 +6,13 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from hybrid_pack.convert.base import copy_base
+from hybrid_pack.convert.encode import Encoder
 from hybrid_pack.convert.expert import ExpertPacker
 from hybrid_pack.convert.journal import Journal
 from hybrid_pack.convert.layer import LayerJob
@@ -20,25 +22,37 @@ from hybrid_pack.io.progress import Progress
 from hybrid_pack.io.reader import TensorReader
 from hybrid_pack.plan import BasePlan, Plan
 
-Task = Callable[[ExpertPacker], int]
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What each thread has for itself."""
+
+    encoder: Encoder
+    packer: ExpertPacker
+
+
+Task = Callable[[Worker], int]
 
 
 def _second_scales(
     layer: Layer, wanted: list[int], reader: TensorReader, on_mismatch: OnScaleMismatch
 ) -> Mapping[int, list[float]]:
-    """Second-level scales of gate, up and down of each expert, checked before any expert is packed."""
+    """Second-level scales of the matrices of each expert, checked before any expert is packed."""
     seconds: dict[int, list[float]] = {}
     value = np.empty(4, np.uint8)
     for expert in wanted:
         matrices = layer.experts[expert]
         where = f"layer {layer.index} expert {expert}"
-        seconds[expert] = [1.0, 1.0, 1.0]
+        seconds[expert] = [1.0] * len(matrices.matrices)
         for i, matrix in enumerate(matrices.matrices):
             if matrix.second is not None:
                 reader.read(matrix.second, value)
-                seconds[expert][i] = float(value.view("<f4")[0])
+                seconds[expert][i] = second_scale(matrix.format, float(value.view("<f4")[0]))
                 check_second(matrix, seconds[expert][i], where)
-        check_pair(matrices, seconds[expert][0], seconds[expert][1], where, on_mismatch)
+        moved = layer.kept_format == "nvfp4" and expert in layer.kept
+        if moved and matrices.gate is not None and {m.format.name for m in matrices.matrices[:2]} == {"nvfp4"}:
+            check_pair(matrices.gate, seconds[expert][0], seconds[expert][1], where, on_mismatch)
     return seconds
 
 
@@ -58,12 +72,7 @@ def layer_jobs(
 
 
 def _layer_bytes(plan: Plan, index: int, experts: list[int]) -> int:
-    return sum(
-        at.header.nbytes
-        for e in experts
-        for m in plan.source.layers[index].experts[e].matrices
-        for at in (m.codes, m.scales)
-    )
+    return sum(plan.source.layers[index].experts[e].nbytes for e in experts)
 
 
 class Run:
@@ -83,7 +92,9 @@ class Run:
         """
 
         def work() -> int:
-            packer = ExpertPacker(self.plan.geometry, self.plan.topology.tensor_parallel)
+            plan = self.plan
+            packer = ExpertPacker(plan.geometry, plan.topology.tensor_parallel, plan.source.intermediate)
+            worker = Worker(Encoder(plan), packer)
             total = 0
             try:
                 while not self.stopped.is_set():
@@ -91,7 +102,7 @@ class Run:
                         task = next(tasks, None)
                     if task is None:
                         break
-                    total += task(packer)
+                    total += task(worker)
             except BaseException:
                 self.stopped.set()
                 raise
@@ -131,19 +142,18 @@ def fill(
     run = Run(plan, workers)
 
     def base_task(number: int) -> Task:
-        def task(_: ExpertPacker) -> int:
+        def task(_: Worker) -> int:
             copy_base(out, base[number], reader, journal, progress.advance, run.stopped.is_set)
             return sum(t.header.nbytes for t in base[number].tensors)
 
         return task
 
     def expert_task(job: LayerJob, at: int) -> Task:
-        def task(packer: ExpertPacker) -> int:
+        def task(worker: Worker) -> int:
             if at + workers < len(job.experts):
-                for matrix in job.layer.experts[job.experts[at + workers]].matrices:
-                    reader.prefetch(matrix.codes)
-                    reader.prefetch(matrix.scales)
-            nbytes = job.pack(job.experts[at], packer, reader, journal)
+                for tensor in job.layer.experts[job.experts[at + workers]].tensors:
+                    reader.prefetch(tensor)
+            nbytes = job.pack(job.experts[at], worker.encoder, worker.packer, reader, journal)
             progress.advance(nbytes)
             return nbytes
 

@@ -132,7 +132,12 @@ def rank_geometry(manifest: Manifest) -> RankGeometry:
     """Sizes of one rank's share."""
     geometry = manifest.geometry
     share = geometry.intermediate_size_padded // manifest.topology.tensor_parallel
-    return RankGeometry(geometry.hidden_size, share, manifest.layout.tiles)
+    return RankGeometry(geometry.hidden_size, share, manifest.layout.tiles, is_gated(manifest))
+
+
+def is_gated(manifest: Manifest) -> bool:
+    """Whether experts have a gate matrix."""
+    return manifest.layout.w13_order == "gate_up"
 
 
 def rank_tiers(manifest: Manifest, layer: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -172,13 +177,14 @@ def check_manifest(manifest: Manifest, where: object) -> None:
             f">= {geometry.intermediate_size}",
             geometry.intermediate_size_padded,
         )
-    reason = why_not_tp(geometry.hidden_size, geometry.intermediate_size_padded, topology.tensor_parallel)
+    tp, gated = topology.tensor_parallel, is_gated(manifest)
+    reason = why_not_tp(geometry.hidden_size, geometry.intermediate_size_padded, tp, gated)
     reason = reason or why_not_ep(geometry.num_experts, topology.expert_parallel)
     if reason:
         refuse("topology does not fit geometry", "a legal size", reason)
     if geometry.top_k > geometry.num_experts:
         refuse("geometry.top_k is above num_experts", f"<= {geometry.num_experts}", geometry.top_k)
-    tiles = tiles_for(geometry.hidden_size, geometry.intermediate_size_padded // topology.tensor_parallel)
+    tiles = tiles_for(geometry.hidden_size, geometry.intermediate_size_padded // tp, gated)
     if layout.tiles != tiles:
         refuse("layout.tiles are not the tiles of this geometry", tiles, layout.tiles)
     levels = layout.nf3_levels
@@ -283,6 +289,7 @@ def _check_report(manifest: Manifest, refuse: Any) -> None:
     both = [layer for layer in report.layers_omitted if str(layer) in manifest.layers]
     if both:
         refuse("report.layers_omitted names a layer that is packed", "layers that are not packed", both[0])
+    _check_quantized(manifest, refuse)
     listed = [(entry.layer, entry.expert) for entry in report.experts_requantized]
     if listed != sorted(set(listed)):
         refuse("report.experts_requantized is not in order", "each (layer, expert) once, ascending", listed[:8])
@@ -290,3 +297,25 @@ def _check_report(manifest: Manifest, refuse: Any) -> None:
         if str(layer) not in manifest.layers or expert not in manifest.layers[str(layer)].kept:
             where_it_is = f"layer {layer} expert {expert}"
             refuse("report.experts_requantized names an expert that is not kept", "a kept expert", where_it_is)
+
+
+def _check_quantized(manifest: Manifest, refuse: Any) -> None:
+    entries = manifest.report.experts_quantized
+    order = [(entry.layer, entry.tier) for entry in entries]
+    if order != sorted(set(order)):
+        refuse("report.experts_quantized is not in order", "each (layer, tier) once, ascending", order[:8])
+    cast = manifest.report.experts_cast
+    kept = sum(len(tiers.kept) for tiers in manifest.layers.values() if tiers.kept_scale_format == "e4m3_k16")
+    if cast > kept:
+        refuse("report.experts_cast is above the number of kept NVFP4 experts", f"<= {kept}", cast)
+    for entry in entries:
+        where_it_is = f"layer {entry.layer} {entry.tier}"
+        tiers = manifest.layers.get(str(entry.layer))
+        ids = () if tiers is None else getattr(tiers, entry.tier)
+        if not entry.experts or list(entry.experts) != sorted(set(entry.experts)) or not set(entry.experts) <= set(ids):
+            refuse(f"report.experts_quantized of {where_it_is}", "ascending ids of that tier", list(entry.experts)[:8])
+        if len(entry.sqnr_db) != len(entry.experts):
+            refuse(f"report.experts_quantized of {where_it_is}: sqnr_db", len(entry.experts), len(entry.sqnr_db))
+        counted = max(entry.groups_zero_scale, entry.scales_subnormal, entry.scales_saturated)
+        if counted > entry.groups:
+            refuse(f"report.experts_quantized of {where_it_is}: counts", f"at most {entry.groups}", counted)

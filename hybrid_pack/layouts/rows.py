@@ -43,6 +43,14 @@ class Rows:
         flat = np.ascontiguousarray(matrix)
         return cls(flat.reshape(-1), 0, flat.shape[1], flat.shape[0], flat.shape[1])
 
+    def rows(self, first: int, count: int) -> Rows:
+        """Some of these rows."""
+        return Rows(self.buffer, self.start + first * self.stride, self.stride, count, self.width)
+
+    def columns(self, first: int, width: int) -> Rows:
+        """Some bytes of each of these rows."""
+        return Rows(self.buffer, self.start + first, self.stride, self.count, width)
+
     def require(self, width: int, first_row: int, n: int) -> None:
         """Refuse rows that are not whole 64-row blocks of a matrix of n rows of ``width`` bytes.
 

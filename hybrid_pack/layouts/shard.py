@@ -26,15 +26,19 @@ class RankGeometry:
         hidden: H, columns of w13 and rows of w2.
         intermediate: I of this rank, columns of w2; w13 has 2 I rows, gate then up.
         tiles: (fc1_tile_k, fc1_tile_n, fc2_tile_k, fc2_tile_n).
+        gated: Whether w13 holds gate and up, or up alone and has I rows.
     """
 
     hidden: int
     intermediate: int
     tiles: tuple[int, int, int, int]
+    gated: bool = True
 
     def size(self, matrix: Matrix) -> tuple[int, int]:
         """(N, K) of a matrix."""
-        return (2 * self.intermediate, self.hidden) if matrix == "w13" else (self.hidden, self.intermediate)
+        if matrix == "w13":
+            return (2 if self.gated else 1) * self.intermediate, self.hidden
+        return self.hidden, self.intermediate
 
     def codes(self, tier: Tier, matrix: Matrix) -> PackedFp4 | Nf32p1:
         """Layout of a tier's codes."""
