@@ -133,8 +133,7 @@ class Plan:
             at.header.nbytes
             for index in self.layers
             for expert in self.source.layers[index].experts.values()
-            for matrix in expert.matrices
-            for at in (matrix.codes, matrix.scales)
+            for at in expert.tensors
         )
         return experts + sum(t.header.nbytes for b in self.base for t in b.tensors)
 
@@ -142,7 +141,7 @@ class Plan:
     def expert_bytes(self) -> int:
         """Bytes of the largest stored expert: with as many packed bytes again, the memory of one worker."""
         return max(
-            sum(at.header.nbytes for matrix in expert.matrices for at in (matrix.codes, matrix.scales))
+            sum(at.header.nbytes for at in expert.tensors)
             for index in self.layers
             for expert in self.source.layers[index].experts.values()
         )

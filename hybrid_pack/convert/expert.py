@@ -56,7 +56,7 @@ class ExpertPacker:
 
     def read(self, expert: Expert, reader: TensorReader) -> dict[str, Buffer]:
         """Read all codes and scales of an expert; valid until the next call."""
-        tensors = [at for matrix in expert.matrices for at in (matrix.codes, matrix.scales)]
+        tensors = expert.tensors
         needed = sum(_aligned(at.header.nbytes) for at in tensors)
         if needed > self._source.nbytes:
             self._source = aligned_buffer(needed)
@@ -83,12 +83,13 @@ class ExpertPacker:
         Raises:
             DataError: A scale that is refused.
         """
-        tier: Tier = "tail" if expert.gate.format.name == "nf3" else "kept"
+        tier: Tier = "tail" if expert.up.format.name == "nf3" else "kept"
         slices = [
             [self._slices(m, stored, i < 2, rank) for i, m in enumerate(expert.matrices)] for rank in range(self._tp)
         ]
         counts = [[count_scale_bytes(scales) for _, scales in parts] for parts in slices]
         for i, matrix in enumerate(expert.matrices):
+            assert matrix.scales is not None  # require_movable
             check_scales(matrix, stored[matrix.scales.header.name], np.sum([c[i] for c in counts], axis=0), where)
         for parts, part_counts in zip(slices, counts, strict=True):
             yield self._pack_rank(expert, parts, part_counts, seconds, tier)
@@ -96,7 +97,7 @@ class ExpertPacker:
     def _pack_rank(
         self, expert: Expert, slices: list[tuple[Rows, Rows]], counts: list[Counts], seconds: list[float], tier: Tier
     ) -> PackedRank:
-        scales = BlockScales(expert.gate.format.group)
+        scales = BlockScales(expert.up.format.group)
         rows = self._rows(tier, scales)
         global_scales: dict[str, float] = {}
         stats = ScaleStats()
@@ -136,6 +137,7 @@ class ExpertPacker:
         """This rank's rows of gate or up, or its columns of down: (codes, scales)."""
         share, form = self._geometry.intermediate, matrix.format
         stride, scale_stride = form.code_bytes(matrix.columns), matrix.columns // form.group
+        assert matrix.scales is not None  # require_movable
         codes, scales = stored[matrix.codes.header.name], stored[matrix.scales.header.name]
         if by_rows:
             first = tp_rank * share

@@ -161,7 +161,7 @@ def _too_far_apart(expert: Expert, where: str, blocks: int) -> DataError:
     """Gate's and up's second-level scales are a power of two apart, but one too large for block scales to take in."""
     return DataError(
         f"{where}: gate's and up's second-level scales are so far apart that {blocks} blocks would become zero",
-        where=expert.gate.second,
+        where=expert.matrices[0].second,
         expected="second-level scales that block scales can make up for exactly",
         hint="--on-scale-mismatch requantize lets them become zero, and counts them",
     )

@@ -124,7 +124,7 @@ def check_pair(expert: Expert, gate: float, up: float, where: str, on_mismatch: 
     if on_mismatch == "refuse" and not power_of_two_ratio(gate, up):
         raise DataError(
             f"{where}: gate and up have second-level scales that are no power of two apart",
-            where=expert.gate.second,
+            where=expert.matrices[0].second,
             expected=f"up's {up!r} times a power of two",
             found=repr(gate),
             hint="--on-scale-mismatch requantize rescales the block scales to the larger one and reports the error",

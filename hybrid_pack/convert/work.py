@@ -15,6 +15,7 @@ from hybrid_pack.convert.expert import ExpertPacker
 from hybrid_pack.convert.journal import Journal
 from hybrid_pack.convert.layer import LayerJob
 from hybrid_pack.convert.scales import OnScaleMismatch, check_pair, check_second
+from hybrid_pack.errors import DataError
 from hybrid_pack.io.checkpoint import Layer
 from hybrid_pack.io.progress import Progress
 from hybrid_pack.io.reader import TensorReader
@@ -42,6 +43,22 @@ def _second_scales(
     return seconds
 
 
+def require_movable(layer: Layer) -> None:
+    """Refuse a layer with an expert that must be quantised, cast or turned.
+
+    Raises:
+        DataError: The first such expert.
+    """
+    for e, expert in layer.experts.items():
+        target = layer.kept_format if e in layer.kept else "nf3"
+        moved = all(m.plain and m.native_to(str(target)) for m in expert.matrices)
+        if expert.gate is None or not moved:
+            raise DataError(
+                f"layer {layer.index} expert {e}: {expert.stored} cannot be moved to {target}",
+                where=expert.up.codes,
+            )
+
+
 def layer_jobs(
     out: Path, plan: Plan, done: Collection[str], reader: TensorReader, on_mismatch: OnScaleMismatch
 ) -> list[LayerJob]:
@@ -51,6 +68,7 @@ def layer_jobs(
         shards = [s for s in plan.shards if s.layer == index and s.path not in done]
         if shards:
             layer = plan.source.layers[index]
+            require_movable(layer)
             wanted = sorted({e for s in shards for e in (*s.kept, *s.tail)})
             seconds = _second_scales(layer, wanted, reader, on_mismatch)
             jobs.append(LayerJob(out, plan, layer, shards, seconds, on_mismatch))
@@ -58,12 +76,7 @@ def layer_jobs(
 
 
 def _layer_bytes(plan: Plan, index: int, experts: list[int]) -> int:
-    return sum(
-        at.header.nbytes
-        for e in experts
-        for m in plan.source.layers[index].experts[e].matrices
-        for at in (m.codes, m.scales)
-    )
+    return sum(at.header.nbytes for e in experts for at in plan.source.layers[index].experts[e].tensors)
 
 
 class Run:
@@ -141,8 +154,8 @@ def fill(
         def task(packer: ExpertPacker) -> int:
             if at + workers < len(job.experts):
                 for matrix in job.layer.experts[job.experts[at + workers]].matrices:
-                    reader.prefetch(matrix.codes)
-                    reader.prefetch(matrix.scales)
+                    for tensor in matrix.tensors:
+                        reader.prefetch(tensor)
             nbytes = job.pack(job.experts[at], packer, reader, journal)
             progress.advance(nbytes)
             return nbytes
