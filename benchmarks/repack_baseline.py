@@ -42,6 +42,7 @@ class SourceReader:
 
     def scales(self, matrix: Matrix) -> torch.Tensor:
         """Stored block scales."""
+        assert matrix.scales is not None
         return self.read(matrix.scales.path, matrix.scales.header.name)
 
     def second(self, matrix: Matrix) -> torch.Tensor:
@@ -80,7 +81,7 @@ def repack_layer(root: Path, layer: Layer, tiles: Tiles, device: torch.device) -
     packed: Packed = {}
     try:
         kept = [layer.experts[e] for e in layer.kept]
-        for name, matrices in (("w13", [(e.gate, e.up) for e in kept]), ("w2", [(e.down,) for e in kept])):
+        for name, matrices in (("w13", [e.matrices[:2] for e in kept]), ("w2", [e.matrices[2:] for e in kept])):
             codes = torch.stack([torch.cat([reader.codes(m) for m in of_expert]) for of_expert in matrices])
             scales = torch.stack([torch.cat([reader.scales(m) for m in of_expert]) for of_expert in matrices])
             second = torch.stack([reader.second(of_expert[0]) for of_expert in matrices])
@@ -90,8 +91,8 @@ def repack_layer(root: Path, layer: Layer, tiles: Tiles, device: torch.device) -
             packed[f"kept.{name}_scale"], packed[f"kept.{name}_global_scale"] = permuted
         tail = [layer.experts[e] for e in layer.tail]
         for name, matrices, tile_n in (
-            ("w13", [(e.gate, e.up) for e in tail], tiles[1]),
-            ("w2", [(e.down,) for e in tail], tiles[3]),
+            ("w13", [e.matrices[:2] for e in tail], tiles[1]),
+            ("w2", [e.matrices[2:] for e in tail], tiles[3]),
         ):
             codes = torch.stack([unpack_nf3(torch.cat([reader.codes(m) for m in each])) for each in matrices])
             scales = torch.stack([torch.cat([reader.scales(m) for m in each]).float() for each in matrices])

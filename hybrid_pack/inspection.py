@@ -219,7 +219,7 @@ def inspect_checkpoint(
         folder: Where it is, to be shown; by default its folder.
     """
     formats = Counter(
-        expert.gate.format.name.upper() + (" (scale * 16)" if expert.gate.format.scale_times_16 else "")
+        expert.stored.upper() + (" (scale * 16)" if expert.up.format.scale_times_16 else "")
         for layer in source.layers.values()
         for expert in layer.experts.values()
     )

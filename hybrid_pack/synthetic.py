@@ -228,8 +228,8 @@ def _experts(spec: Spec, pools: _Pools, layer: int, bits: list[int]) -> Iterator
         gate = _AMAX / 2688 * (0.8 + 0.4 * (expert * 37 + layer * 11) % 101 / 101)
         up = gate * {"equal": 1.0, "power_of_two": 2.0 ** (expert % 5 - 2), "unequal": 1.37}[spec.second_scale]
         kind = kept_kind if bit == KEPT_BITS else "nf3"
-        for projection, second in zip(family.projections, (gate, up, gate * 1.1), strict=True):
-            down = projection == family.projections[2]
+        for (role, projection), second in zip(family.projections, (gate, up, gate * 1.1), strict=True):
+            down = role == "down"
             n, k = (spec.hidden, spec.intermediate) if down else (spec.intermediate, spec.hidden)
             yield from _expert_matrix(spec, pools, f"{prefix}.{projection}", kind, n, k, second)
 

@@ -101,7 +101,7 @@ class Encoder:
             DataError: A weight that is no number.
         """
         matrices = layer.experts[expert]
-        target = "nf3" if expert in layer.tail_set else str(layer.kept_format)
+        target = "nf3" if expert in layer.tail else str(layer.kept_format)
         one = _One(layer.index, expert, matrices, target, stored, where)
         encoding = Encoding()
         encoding.w13 = self._group(one, "w13", matrices.matrices[:-1], seconds[:-1], encoding)

@@ -17,11 +17,17 @@ from hybrid_pack.io.safetensors import parse_json
 CONFIG = "config.json"
 HF_QUANT_CONFIG = "hf_quant_config.json"
 
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k")
 _INTERMEDIATE = ("moe_intermediate_size",)
 _WIDTH = ("routed_expert_hidden_size", "moe_latent_size")
 _ACTIVATION = ("hidden_act", "hidden_activation", "mlp_hidden_act")
+_NO_GATE = frozenset({"relu2"})
+_OAI = ("gpt_oss", "minimax_m3")
+"""Model types, or how they begin, whose experts clamp gate and up and use ``(up + 1) * gate * sigmoid(alpha * gate)``,
+whatever ``hidden_act`` says (gpt-oss and some exports of MiniMax-M3 say silu)."""
+_OAI_DEFAULTS = {"alpha": 1.702, "limit": 7.0}
+"""Of transformers' GptOssConfig."""
 MAX_DOCUMENT_BYTES = 256 << 20
 """The index of the largest models has some 20 MB."""
 NO_ACTIVATION = f"{CONFIG} names no activation: silu is assumed"
@@ -44,7 +50,7 @@ class ModelConfig:
         num_experts: Routed experts in a layer.
         top_k: Experts a token visits.
         num_layers: Decoder layers, without MTP layers; 0 where the config does not say.
-        activation: Gated activation, such as ``silu``, with its parameters where the model has some.
+        activation: Activation of the experts, such as ``silu``, with its parameters where the model has some.
         kept_format: Kept format the config claims, ``nvfp4`` or ``mxfp4``; None where it claims none.
         nf3_levels: The eight NF3 levels.
         notes: Oddities that are no errors.
@@ -117,8 +123,23 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300
 
 
-def _activation(text: Mapping[str, Any]) -> str:
-    """``silu``, or ``silu(limit=10.0)`` for a clamped one, and so on; parameters a kernel must know are part of it."""
+def _limits(text: Mapping[str, Any], path: Path) -> dict[int, float]:
+    """Step-3.5's clamp of each layer, of those that have one: ``min(silu(gate), limit) * clamp(up, -limit, limit)``."""
+    limits = text.get("swiglu_limits")
+    if limits is None:
+        return {}
+    if not isinstance(limits, list) or not all(value is None or _is_number(value) for value in limits):
+        raise DataError("swiglu_limits is not a number for each layer", where=path, found=repr(limits)[:120])
+    return {layer: float(value) for layer, value in enumerate(limits) if value}
+
+
+def _activation(text: Mapping[str, Any], path: Path) -> str:
+    """``silu``, or ``silu(limit=10.0)`` for a clamped one, and so on; parameters a kernel must know are part of it.
+
+    What is no plain silu has another name, so that no kernel takes it for one: ``swigluoai(...)``, ``swiglustep(...)``
+    with the limit of each layer that has one, and ``silu(router_weight=input)`` for Llama-4, which multiplies an
+    expert's input by the router's weight and not its output.
+    """
     name = str(next((text[key] for key in _ACTIVATION if text.get(key)), "silu"))
     keys = {
         "swiglu_limit": "limit",
@@ -126,8 +147,24 @@ def _activation(text: Mapping[str, Any]) -> str:
         "activation_situ_beta": "beta",
         "activation_situ_linear_beta": "linear_beta",
     }
-    relevant = {short: float(text[key]) for key, short in keys.items() if _is_number(text.get(key)) and text[key]}
-    return f"{name}({', '.join(f'{k}={v}' for k, v in sorted(relevant.items()))})" if relevant else name
+    found: dict[str, object] = {
+        short: float(text[key]) for key, short in keys.items() if _is_number(text.get(key)) and text[key]
+    }
+    model = str(text.get("model_type", ""))
+    limits = _limits(text, path)
+    if model.startswith(_OAI) and name in ("silu", "swigluoai"):
+        name, found = "swigluoai", {**_OAI_DEFAULTS, **found}
+    elif limits:
+        name, found = "swiglustep", {str(layer): limit for layer, limit in limits.items()}
+        return f"{name}({', '.join(f'{k}={v}' for k, v in found.items())})"
+    elif model.startswith("llama4"):
+        found["router_weight"] = "input"
+    return f"{name}({', '.join(f'{k}={v}' for k, v in sorted(found.items()))})" if found else name
+
+
+def is_gated(activation: str) -> bool:
+    """Whether an activation, as ``ModelConfig`` has it, takes a gate."""
+    return activation.partition("(")[0] not in _NO_GATE
 
 
 def _setting(blocks: _Blocks, key: str, path: Path) -> Any:
@@ -249,7 +286,7 @@ def read_config(root: Path, bit_map_file: Path | None = None) -> ModelConfig:
         num_experts=_first_int(decoder, _EXPERTS, path),
         top_k=_first_int(decoder, _TOP_K, path),
         num_layers=_first_int(decoder, ("num_hidden_layers",), path, required=False),
-        activation=_activation(decoder),
+        activation=_activation(decoder, path),
         kept_format=_kept_format(blocks, path),
         nf3_levels=_levels(blocks, path),
         notes=() if any(decoder.get(key) for key in _ACTIVATION) else (NO_ACTIVATION,),

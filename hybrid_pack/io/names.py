@@ -1,6 +1,7 @@
 """The tensor names of routed experts, one line per family.
 
-``{L}`` is the decoder layer, ``{E}`` the expert. A new family is a new line; nothing else needs to change.
+``{L}`` is the decoder layer, ``{E}`` the expert. A family without ``{E}`` stores all experts of a layer in one tensor
+with a leading dimension of experts. A new family is a new line; nothing else needs to change.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-Projections = tuple[str, str, str]
-GATE_UP_DOWN: Projections = ("gate_proj", "up_proj", "down_proj")
-W1_W3_W2: Projections = ("w1", "w3", "w2")
+GATE_UP_DOWN = (("gate", "gate_proj"), ("up", "up_proj"), ("down", "down_proj"))
+W1_W3_W2 = (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+UP_DOWN = (("up", "up_proj"), ("down", "down_proj"))
+STACKED = (("gate_up", "gate_up_proj"), ("down", "down_proj"))
 
 
 @dataclass(frozen=True)
@@ -20,13 +22,34 @@ class Family:
 
     Attributes:
         models: Who uses it.
-        prefix: Template of an expert's name.
-        projections: Names of gate, up and down.
+        prefix: Template of the name of an expert, or of all of a layer.
+        projections: (role, name): gate, up and down; up and down alone where the experts have no gate; or ``gate_up``,
+            both in one tensor, and down.
     """
 
     models: str
     prefix: str
-    projections: Projections
+    projections: tuple[tuple[str, str], ...]
+
+    @property
+    def fused(self) -> bool:
+        """Whether one tensor holds all experts of a layer."""
+        return "{E}" not in self.prefix
+
+    @property
+    def gated(self) -> bool:
+        """Whether experts have a gate."""
+        return self.roles != ("up", "down")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles of the stored tensors, in the order of the table."""
+        return tuple(role for role, _ in self.projections)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(name for _, name in self.projections)
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -38,11 +61,19 @@ FAMILIES: tuple[Family, ...] = (
     Family("Kimi-K3", "language_model.model.layers.{L}.block_sparse_moe.experts.{E}", GATE_UP_DOWN),
     Family("Kimi-K2.5", "language_model.model.layers.{L}.mlp.experts.{E}", GATE_UP_DOWN),
     Family("Gemma-4", "model.language_model.layers.{L}.experts.{E}", GATE_UP_DOWN),
+    Family("Nemotron-3", "backbone.layers.{L}.mixer.experts.{E}", UP_DOWN),
+    Family("Llama-4 by llm-compressor", "language_model.model.layers.{L}.feed_forward.experts.{E}", GATE_UP_DOWN),
+    Family("Step-3.5 by llm-compressor", "model.layers.{L}.moe.experts.{E}", GATE_UP_DOWN),
+    Family("gpt-oss, and models of families above saved in one tensor", "model.layers.{L}.mlp.experts", STACKED),
+    Family("Qwen3.5, Qwen3.6, Qwen3-VL in one tensor", "model.language_model.layers.{L}.mlp.experts", STACKED),
+    Family("Gemma-4 in one tensor", "model.language_model.layers.{L}.experts", STACKED),
+    Family("Llama-4", "language_model.model.layers.{L}.feed_forward.experts", STACKED),
+    Family("Step-3.5, Step-3.7", "model.layers.{L}.moe", GATE_UP_DOWN),
 )
 
-PROJECTION_ROLES = ("gate", "up", "down")
-
-NOT_PACKED = re.compile(r"(^|\.)(mlp|ffn|mixer|block_sparse_moe|feed_forward|layers\.\d+)\.experts\.")
+NOT_PACKED = re.compile(
+    r"(^|\.)(mlp|ffn|mixer|moe|block_sparse_moe|feed_forward|layers\.\d+)\.experts\.|\.moe\.(gate|up|down)_proj"
+)
 """Names that look like routed experts; one that no family matches is reported instead of skipped silently."""
 
 
@@ -53,14 +84,14 @@ class ExpertName:
     Attributes:
         family: The line of the table that matched.
         layer: Decoder layer.
-        expert: Global expert id.
-        role: ``gate``, ``up`` or ``down``.
-        field: Last part, such as ``weight_scale``.
+        expert: Global expert id; None where the tensor holds all of the layer.
+        role: ``gate``, ``up``, ``down`` or ``gate_up``.
+        field: Last part, such as ``weight_scale``; ``weight`` where a fused tensor has none.
     """
 
     family: Family
     layer: int
-    expert: int
+    expert: int | None
     role: str
     field: str
 
@@ -68,29 +99,24 @@ class ExpertName:
 @lru_cache(maxsize=1)
 def _patterns() -> tuple[tuple[Family, re.Pattern[str]], ...]:
     number = "(0|[1-9][0-9]{0,5})"
-    return tuple(
-        (
-            family,
-            re.compile(
-                re.escape(family.prefix).replace(r"\{L\}", number).replace(r"\{E\}", number)
-                + rf"\.({'|'.join(family.projections)})\.([A-Za-z0-9_]+)"
-            ),
-        )
-        for family in FAMILIES
-    )
+    patterns = []
+    for family in FAMILIES:
+        prefix = re.escape(family.prefix).replace(r"\{L\}", number).replace(r"\{E\}", number)
+        field = r"(?:[._]([A-Za-z0-9_]+))?" if family.fused else r"\.([A-Za-z0-9_]+)"
+        patterns.append((family, re.compile(rf"{prefix}\.({'|'.join(family.names)}){field}")))
+    return tuple(patterns)
 
 
 def parse(name: str) -> ExpertName | None:
     """The expert a tensor belongs to, or None for every other tensor."""
-    if ".experts." not in name:
+    if ".experts." not in name and ".moe." not in name:
         return None
     for family, pattern in _patterns():
         match = pattern.fullmatch(name)
         if match:
-            layer, expert, projection, field = match.groups()
-            return ExpertName(
-                family, int(layer), int(expert), PROJECTION_ROLES[family.projections.index(projection)], field
-            )
+            layer, *expert, projection, field = match.groups()
+            role = family.roles[family.names.index(projection)]
+            return ExpertName(family, int(layer), int(expert[0]) if expert else None, role, field or "weight")
     return None
 
 

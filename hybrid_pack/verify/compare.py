@@ -161,6 +161,7 @@ class LayerComparison:
         code_width, groups = matrix.format.code_bytes(matrix.columns), matrix.columns // matrix.format.group
         read = []
         for use, at, width in (("codes", matrix.codes, code_width), ("scales", matrix.scales, groups)):
+            assert at is not None  # what was converted has scales
             buffer = self._buffers.take(f"{role} {use}", rows * width)
             self._reader.read(at, buffer, first * width)
             counts.read_bytes += buffer.nbytes
@@ -171,7 +172,7 @@ class LayerComparison:
         share = self._geometry.intermediate
         return [
             Part(role, matrix, second, *self._rows(role, matrix, tp_rank * share, share, counts))
-            for role, matrix, second in (("gate", stored.gate, seconds[0]), ("up", stored.up, seconds[1]))
+            for role, matrix, second in zip(("gate", "up"), stored.matrices, seconds, strict=False)
         ]
 
     def _down(self, matrix: Matrix, second: float, stored: tuple[U8, U8], tp_rank: int) -> Part:

@@ -24,8 +24,7 @@ def source_bytes(source: Checkpoint, layers: list[int]) -> int:
         at.header.nbytes
         for layer in layers
         for expert in source.layers[layer].experts.values()
-        for matrix in expert.matrices
-        for at in (matrix.codes, matrix.scales)
+        for at in expert.tensors
     )
 
 

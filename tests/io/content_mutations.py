@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hybrid_pack.errors import EnvironmentFailure
+from hybrid_pack.errors import EnvironmentFailure, UsageError
 from hybrid_pack.io.bitmap import KEY
 from hybrid_pack.io.config import CONFIG, HF_QUANT_CONFIG
 from tests.checkpoints import (
@@ -29,6 +29,7 @@ from tests.io.file_mutations import dangling
 from tests.io.mutation import MAP_FILE, Case
 
 NAN = float("nan")
+STACK = "model.layers.6.mlp.experts"
 KEPT_AT = f"layer 3 expert {KEPT}"
 TAIL_AT = f"layer 3 expert {TAIL}"
 
@@ -83,11 +84,11 @@ def rename(old: str, new: str) -> Callable[[Path], object]:
 
 
 def zeros(dtype: str, *shape: int) -> Stored:
-    """A tensor of zero bytes, of a dtype of one or two bytes, or F32."""
+    """A tensor of zero bytes, of a dtype of one or two bytes, or of four."""
     count = 1
     for size in shape:
         count *= size
-    return Stored(dtype, shape, bytes(count * {"BF16": 2, "F32": 4}.get(dtype, 1)))
+    return Stored(dtype, shape, bytes(count * {"BF16": 2, "F32": 4, "I32": 4}.get(dtype, 1)))
 
 
 def put(name: str, dtype: str, *shape: int) -> Callable[[Path], object]:
@@ -104,6 +105,8 @@ def store(t: Editor, name: str, kind: str, rows: int = 128, columns: int = 128) 
         "nf3": {"weight_packed": ("U8", columns // 8 * 3), "weight_scale": ("F8_E4M3", columns // 32)},
         "bf16": {"weight": ("BF16", columns)},
         "compressed": {"weight_packed": ("U8", columns // 2), "weight_scale": ("F8_E4M3", columns // 16)},
+        "e5m2": {"weight": ("F8_E5M2", columns)},
+        "unscaled": {"weight": ("F8_E4M3", columns)},
     }[kind]
     for field, (dtype, width) in fields.items():
         t[f"{name}.{field}"] = zeros(dtype, rows, width)
@@ -238,6 +241,17 @@ CONFIG_CASES = (
     Case("kept_format is not what is stored",
          block(kept_format="mxfp4_e8m0k32"),
          rf"{KEPT_GATE}\.weight: {KEPT_AT}: config and stored format disagree .*MXFP4 by kept_format, found NVFP4\)"),
+    Case("swiglu_limits are text", config(lambda d: d.update(swiglu_limits=["7.0"])),
+         r"config\.json: swiglu_limits is not a number for each layer \(found \['7\.0'\]\)"),
+    Case("swiglu_limits are one number", config(lambda d: d.update(swiglu_limits=7.0)),
+         r"swiglu_limits is not a number"),
+    Case("the activation has no gate", config(lambda d: d.update(hidden_act="relu2")),
+         r"0\.gate_proj\.\w+: layer 3: its experts have a gate \(expected no gate for the activation 'relu2'"),
+    Case("a bias no scale can have", lambda r: None, r"the bias of MXFP4 scales \(expected 127 or 125, found 126\)",
+         UsageError, {"mx_bias": 126}),
+    Case("a bias for scales that are not there", lambda r: None,
+         r"a bias of 125 for the scales of MXFP4 \(expected MXFP4 experts as compressed-tensors stores them",
+         UsageError, {"mx_bias": 125}),
     Case("config is of a wider model",
          config(lambda d: d.update(hidden_size=256)),
          r"0\.gate_proj\.\w+: layer 3 expert 0: .*disagree on its size .*\[128, 256\] by the config, found"),
@@ -279,7 +293,6 @@ TENSOR_CASES = (
     Case("a field NVFP4 has not",
          put(f"{KEPT_GATE}.weight_zero_point", "U8", 128, 8),
          rf"{KEPT_GATE}\.weight_zero_point: {KEPT_AT} has a field that nvfp4 has not .*weight_scale_2, found"),
-    Case("a bias", put(f"{KEPT_GATE}.bias", "BF16", 128), r"a field that nvfp4 has not .*found bias"),
     Case("NF3 with a second scale", put(f"{TAIL_GATE}.weight_scale_2", "F32"),
          rf"{TAIL_AT} has a field that nf3 has not"),
     Case("NF3 beside a BF16 weight", put(f"{TAIL_GATE}.weight", "BF16", 128, 128),
@@ -293,25 +306,40 @@ TENSOR_CASES = (
     Case("block scales FP32", put(f"{KEPT_GATE}.weight_scale", "F32", 128, 8),
          rf"{KEPT_AT} .*weight_scale F32 .*neither NVFP4 nor MXFP4"),
     Case("NF3 codes of a width no codes fill", put(f"{TAIL_GATE}.weight_packed", "U8", 128, 50),
-         rf"{TAIL_AT} .*not NF3's U8"),
-    Case("a BF16 expert in a mapped layer", stored(f"{LAYER}.{KEPT}.", "bf16"),
-         rf"{KEPT_AT} is kept by the bit map; its stored format cannot be packed .*weight is BF16"),
-    Case("a BF16 tail expert", stored(f"{LAYER}.{TAIL}.", "bf16"),
-         rf"{TAIL_AT} is tail by the bit map; .*weight is BF16.*does not quantise"),
-    Case("compressed-tensors in a mapped layer", stored(f"{LAYER}.{KEPT}.", "compressed"),
-         rf"{KEPT_AT} .*cannot be packed"),
-    Case("compressed-tensors in the MTP layer", stored("model.layers.5.mlp.experts.2.", "compressed"),
-         r"layer 5 expert 2 is not in the bit map; .*cannot be packed"),
+         rf"{TAIL_AT} .*weight_scale \[128, 4\] does not fit weight_packed \[128, 50\]"),
+    Case("an E5M2 expert in a mapped layer", stored(f"{LAYER}.{KEPT}.", "e5m2"),
+         rf"{KEPT_AT} is kept by the bit map; its stored format cannot be packed .*weight is F8_E5M2, which"),
+    Case("an FP8 tail expert without scales", stored(f"{LAYER}.{TAIL}.", "unscaled"),
+         rf"{TAIL_AT} is tail by the bit map; .*weight F8_E4M3 has no weight_scale beside it"),
+    Case("weight_global_scale is missing", stored(f"{LAYER}.{KEPT}.", "compressed"),
+         rf"{KEPT_AT}: {LAYER}\.{KEPT}\.gate_proj\.weight_global_scale is missing"),
+    Case("compressed-tensors' integers in the MTP layer",
+         tensors(lambda t: [t.__delitem__(f"{MTP_GATE}.weight"), t.__setitem__(f"{MTP_GATE}.weight_packed",
+                 zeros("I32", 128, 16))]),
+         r"layer 5 expert 0 is not in the bit map; .*cannot be packed .*weight_packed is I32"),
     Case("NF3 in the MTP layer", stored("model.layers.5.mlp.experts.2.", "nf3"),
          r"layer 5 expert 2: .*disagree .*not named by the bit map, so kept, found NF3"),
     Case("one BF16 expert in the MTP layer", stored("model.layers.5.mlp.experts.2.", "bf16"),
          r"layer 5, not in the bit map, mixes packed and wide experts .*expert 0 nvfp4, expert 2: .*weight is BF16"),
-    Case("an expert of two formats", tensors(lambda t: store(t, KEPT_GATE, "mxfp4")),
-         rf"{KEPT_AT} mixes formats \(found gate_proj mxfp4, up_proj nvfp4, down_proj nvfp4\)"),
-    Case("an expert of four and three bits", tensors(lambda t: store(t, KEPT_GATE, "nf3")),
-         rf"{KEPT_AT} mixes formats"),
-    Case("kept experts of two formats", stored(f"{LAYER}.{KEPT}.", "mxfp4"),
-         rf"layer 3: kept experts of two formats .*expert {KEPT} MXFP4, expert \d NVFP4"),
+    Case("a kept expert with a matrix of three bits", tensors(lambda t: store(t, KEPT_GATE, "nf3")),
+         rf"{KEPT_GATE}\.weight_packed: {KEPT_AT}: .*disagree .*kept \(4\), found NF3\+NVFP4"),
+    Case("a tail expert with a matrix of four bits", tensors(lambda t: store(t, TAIL_GATE, "mxfp4")),
+         rf"{TAIL_GATE}\.weight: {TAIL_AT}: .*disagree .*tail \(3\), found MXFP4\+NF3"),
+    Case("a wide matrix in the MTP layer", tensors(lambda t: store(t, MTP_GATE, "bf16")),
+         r"layer 5, not in the bit map, mixes .*expert 0 bf16\+nvfp4, expert 0: .*gate_proj: weight is BF16"),
+    Case("a tensor of all experts that has too few",
+         all_of(put(f"{STACK}.gate_up_proj", "BF16", 3, 256, 128), put(f"{STACK}.down_proj", "BF16", 4, 128, 128)),
+         rf"{STACK}\.gate_up_proj: a tensor of all experts .*expected 4 experts by config.json, found \[3, 256,"),
+    Case("a tensor of all experts with odd rows",
+         all_of(put(f"{STACK}.gate_up_proj", "BF16", 4, 255, 128), put(f"{STACK}.down_proj", "BF16", 4, 128, 128)),
+         r"gate_up_proj\[0\]: layer 6 expert 0: gate and up together \(expected even rows, found 255\)"),
+    Case("a tensor of all experts of another size",
+         all_of(put(f"{STACK}.gate_up_proj", "BF16", 4, 256, 64), put(f"{STACK}.down_proj", "BF16", 4, 128, 128)),
+         r"gate_up_proj\[0\]\[0:128\]: layer 6 expert 0: .*expected \[128, 128\] by the config, found \[128, 64\]"),
+    Case("a tensor of all experts without down", put(f"{STACK}.gate_up_proj", "BF16", 4, 256, 128),
+         r"layer 6 expert 0 has no down matrix \(found only gate_up\)"),
+    Case("a tensor of all experts beside single ones", put(f"{LAYER}.down_proj", "BF16", 4, 128, 128),
+         r"layer 3 names its experts in two ways"),
     Case("an expert of another size", tensors(lambda t: store(t, KEPT_GATE, "nvfp4", 64)),
          rf"{KEPT_GATE}\.weight: {KEPT_AT}: .*found \[64, 128\] \(nvfp4\)"),
     Case("gate and down exchanged", tensors(lambda t: store(t, f"{LAYER}.{TAIL}.down_proj", "nf3", 128, 64)),

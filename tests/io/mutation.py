@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hybrid_pack.errors import DataError, HybridPackError
 
@@ -21,9 +22,11 @@ class Case:
         change: Breaks the checkpoint in a folder.
         message: Regular expression the message must contain; it names the place.
         error: Exact class of the error.
+        options: Of ``open_checkpoint``.
     """
 
     id: str
     change: Callable[[Path], object]
     message: str
     error: type[HybridPackError] = DataError
+    options: Mapping[str, Any] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from types import ModuleType, TracebackType
 import pytest
 
 from hybrid_pack.errors import HybridPackError
-from hybrid_pack.io import bitmap, config, safetensors, shards
+from hybrid_pack.io import bitmap, config, experts, safetensors, shards, tiers
 from hybrid_pack.io import checkpoint as checkpoint_module
 from hybrid_pack.io.checkpoint import open_checkpoint
 from tests.io.content_mutations import CONFIG_CASES, MAP_CASES, TENSOR_CASES
@@ -19,14 +19,14 @@ from tests.io.file_mutations import HEADER_CASES, INDEX_CASES
 from tests.io.mutation import MAP_FILE, Case
 
 CASES = (*HEADER_CASES, *INDEX_CASES, *MAP_CASES, *CONFIG_CASES, *TENSOR_CASES)
-MODULES = (safetensors, shards, bitmap, config, checkpoint_module)
+MODULES = (safetensors, shards, bitmap, config, experts, tiers, checkpoint_module)
 
 
 def fail(root: Path, case: Case) -> HybridPackError:
     case.change(root)
     given = root / MAP_FILE
     with pytest.raises(HybridPackError) as caught:
-        open_checkpoint(root, bit_map_file=given if given.is_symlink() or given.exists() else None)
+        open_checkpoint(root, bit_map_file=given if given.is_symlink() or given.exists() else None, **case.options)
     return caught.value
 
 
