@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hybrid_pack.cli.options import BYTES, LAYERS
+from hybrid_pack.cli.options import BYTES, LAYERS, quantize_options
 from hybrid_pack.cli.progress import ByteProgress
 from hybrid_pack.cli.source import local_source
 from hybrid_pack.cli.streams import put
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 @click.option(
     "--bit-map",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="JSON file with the bit map, if SRC's own is absent or wrong."
+    help="JSON file with the bit map, if SRC's own is absent or wrong.",
 )
+@quantize_options
 @click.option("--layers", type=LAYERS, help="Pack only these layers, such as 3-5,78.")
 @click.option("--workers", type=int, help="Threads; by default two a core.")
 @click.option("--max-ram", type=BYTES, help="Limit on memory, such as 1GiB; fewer workers are used to keep it.")
@@ -49,24 +50,28 @@ if TYPE_CHECKING:
 def command(
     src: str, out: Path, tp: int, ep: int, layers: tuple[int, ...] | None, dry_run: bool, as_json: bool, **options: Any
 ) -> None:
-    """Write a pack from a hybrid checkpoint.
+    """Write a pack from a checkpoint and its bit map.
 
-    SRC is a checkpoint folder or a Hub id (org/name[@revision]).
+    Experts stored in their tier's format are moved bit for bit; others are quantised. SRC is a checkpoint folder or a Hub
+    id (org/name[@revision]).
     """
     if options["resume"] and options["overwrite"]:
         raise click.UsageError("--resume goes on with what is there, --overwrite removes it: give one of them")
     from hybrid_pack.cli import tables
     from hybrid_pack.convert import check, convert, require_disk
     from hybrid_pack.io.checkpoint import open_checkpoint
-    from hybrid_pack.plan import make_plan
+    from hybrid_pack.plan import QuantizeOptions, make_plan
     from hybrid_pack.sharding import Topology
 
-    bit_map = options.pop("bit_map")
+    opened = {key: options.pop(key) for key in ("kept_format", "requantize", "mx_bias")}
+    opened["bit_map_file"] = options.pop("bit_map")
+    quantize = QuantizeOptions(**{key: options.pop(key) for key in ("search", "importance", "hessians", "device")})
+    pad = options.pop("pad")
 
     def planned(headers_only: bool) -> tuple[Plan, bool]:
         root, name = local_source(src, headers_only=headers_only)
-        source = open_checkpoint(root, bit_map_file=bit_map, name=name)
-        return make_plan(source, Topology(tp, ep), layers), name is not None
+        source = open_checkpoint(root, name=name, **opened)
+        return make_plan(source, Topology(tp, ep), layers, pad=pad, options=quantize), name is not None
 
     plan, on_hub = planned(headers_only=True)
     if on_hub and not dry_run:  # whatever would be refused is refused before hundreds of gigabytes are fetched

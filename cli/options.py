@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -40,3 +43,50 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
 
 BYTES = Bytes()
 LAYERS = Numbers()
+
+_QUANTIZE = (
+    click.option(
+        "--kept-format",
+        type=click.Choice(["nvfp4", "mxfp4"]),
+        help="Format of the kept tier; by default what its experts are stored in, NVFP4 where that is neither.",
+    ),
+    click.option(
+        "--search",
+        type=click.Choice(["absmax", "mse", "weighted"]),
+        default="mse",
+        show_default=True,
+        help="How scales of quantised experts are found; weighted needs --importance.",
+    ),
+    click.option(
+        "--importance",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="Safetensors file with the mean square of every input channel.",
+    ),
+    click.option(
+        "--hessians",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        help="Folder of Hessians, layer-<L>.safetensors: the tail is quantised by GPTQ.",
+    ),
+    click.option(
+        "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Quantise there."
+    ),
+    click.option(
+        "--requantize", is_flag=True, help="Let 4-bit experts become tail though the checkpoint has a stored tail."
+    ),
+    click.option(
+        "--mx-bias",
+        type=click.Choice(["127", "125"]),
+        default="127",
+        show_default=True,
+        callback=lambda context, option, value: int(value),
+        help="Exponent bias of compressed-tensors' MXFP4 scales; 125 for exports from before 2026.",
+    ),
+    click.option("--pad", is_flag=True, help="Pad the intermediate size with zeros where --tp cannot split it."),
+)
+
+
+def quantize_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options of experts that are not stored in their tier's format."""
+    for option in reversed(_QUANTIZE):
+        command = option(command)
+    return command

@@ -12,13 +12,14 @@ from typing import Any
 
 from hybrid_pack.errors import DataError, UsageError
 from hybrid_pack.io.bitmap import KEY, MAP_HOLDERS
+from hybrid_pack.io.calibration import Statistics, Wanted
 from hybrid_pack.io.checkpoint import Checkpoint, Layer
 from hybrid_pack.io.config import CONFIG, HF_QUANT_CONFIG
-from hybrid_pack.io.digest import blake3_digest
-from hybrid_pack.io.hessians import Hessians
-from hybrid_pack.io.importance import Importance
+from hybrid_pack.io.digest import blake3_digest, blake3_file
+from hybrid_pack.io.hessians import open_hessians
+from hybrid_pack.io.importance import open_importance
 from hybrid_pack.io.manifest import BASE_INDEX, MANIFEST, README, STATE, shard_header
-from hybrid_pack.io.safetensors import TensorHeader, build_header
+from hybrid_pack.io.safetensors import TensorHeader, build_header, read_header
 from hybrid_pack.io.shards import INDEX, Located
 from hybrid_pack.layouts.shard import KeptScaleFormat, RankGeometry, ShardTensor, shard_path, shard_tensors
 from hybrid_pack.quantize import Search
@@ -38,20 +39,81 @@ SCALE_FORMATS: Mapping[str | None, KeptScaleFormat | None] = {"nvfp4": "e4m3_k16
 
 
 @dataclass(frozen=True)
-class Quantization:
+class QuantizeOptions:
     """How experts that are stored in another format than their tier's get there.
 
     Attributes:
         search: How scales are chosen.
-        importance: Mean squares of the matrices' input channels, for ``weighted``.
-        hessians: Their second moments; the tail is then quantised by GPTQ.
+        importance: File of mean squares of the matrices' input channels, for ``weighted`` and no other search.
+        hessians: Folder of their second moments; the tail is then quantised by GPTQ.
         device: ``cpu``, or ``cuda`` for a GPU.
     """
 
     search: Search = "mse"
-    importance: Importance | None = None
-    hessians: Hessians | None = None
+    importance: Path | None = None
+    hessians: Path | None = None
     device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The options, with the files they name opened.
+
+    Attributes:
+        search: As in the options.
+        importance: None without one.
+        hessians: Likewise.
+        importance_digest: Of its file.
+        hessians_digest: Of the digests of its files' headers.
+        device: As in the options.
+    """
+
+    search: Search
+    importance: Statistics | None
+    hessians: Statistics | None
+    importance_digest: str | None
+    hessians_digest: str | None
+    device: str
+
+
+def _made(source: Checkpoint, layers: Iterable[int], tiers: Iterable[str]) -> dict[int, list[int]]:
+    """Experts of these tiers with a matrix that is not stored in the tier's format, by layer."""
+    found: dict[int, list[int]] = {}
+    for index in layers:
+        layer = source.layers[index]
+        for tier in tiers:
+            target = "nf3" if tier == "tail" else str(layer.kept_format)
+            for expert in layer.tail if tier == "tail" else layer.kept:
+                if not all(m.native_to(target) for m in layer.experts[expert].matrices):
+                    found.setdefault(index, []).append(expert)
+    return found
+
+
+def _quantization(source: Checkpoint, layers: Iterable[int], options: QuantizeOptions) -> Quantization:
+    """Open what the options name.
+
+    Raises:
+        UsageError: ``weighted`` without importances, or importances without it; a device that is none.
+        DataError: They are not those of this checkpoint.
+    """
+    if (options.search == "weighted") != (options.importance is not None):
+        given = "none" if options.importance is None else options.importance
+        raise UsageError(
+            "--search weighted and --importance go together",
+            where="--search",
+            found=f"search {options.search}, importance {given}",
+        )
+    layers = tuple(layers)
+    channels = {"gate_up": source.hidden, "down": source.intermediate}
+    importance = hessians = importance_digest = hessians_digest = None
+    if options.importance is not None:
+        importance = open_importance(options.importance, Wanted(_made(source, layers, ("kept", "tail")), channels))
+        importance_digest = blake3_file(options.importance)
+    if options.hessians is not None:
+        hessians = open_hessians(options.hessians, Wanted(_made(source, layers, ("tail",)), channels))
+        headers = [read_header(path).digest for path in hessians.paths]
+        hessians_digest = blake3_digest(json.dumps(headers).encode())
+    return Quantization(options.search, importance, hessians, importance_digest, hessians_digest, options.device)
 
 
 FOUR_BIT_SOURCE = "what is lost to them is lost already: convert the original weights if you have them"
@@ -71,7 +133,7 @@ def quantization_notes(source: Checkpoint, layers: Iterable[int], quantization: 
                 if stored != {tier}:
                     found[tier, "+".join(sorted(stored))] += 1
     method = "GPTQ" if quantization.hessians is not None else f"search {quantization.search}"
-    notes = []
+    notes = [line for given in (quantization.importance, quantization.hessians) if given for line in given.notes]
     for (tier, stored), count in sorted(found.items()):
         what = f"{count} experts become {tier.upper()} from {stored.upper()}"
         if tier == "nf3":
@@ -183,9 +245,7 @@ class Plan:
     @cached_property
     def source_bytes(self) -> int:
         """Bytes of the source tensors that will be read: the unit of progress."""
-        experts = sum(
-            expert.nbytes for index in self.layers for expert in self.source.layers[index].experts.values()
-        )
+        experts = sum(expert.nbytes for index in self.layers for expert in self.source.layers[index].experts.values())
         return experts + sum(t.header.nbytes for b in self.base for t in b.tensors)
 
     @cached_property
@@ -226,8 +286,8 @@ class Plan:
             "mx_bias": self.source.options.mx_bias,
             "intermediate": self.intermediate,
             "search": chosen.search,
-            "importance": None if chosen.importance is None else chosen.importance.digest,
-            "hessians": None if chosen.hessians is None else chosen.hessians.digest,
+            "importance": chosen.importance_digest,
+            "hessians": chosen.hessians_digest,
             "device": chosen.device,
         }
 
@@ -378,7 +438,7 @@ def make_plan(
     layers: Iterable[int] | None = None,
     *,
     pad: bool = False,
-    quantization: Quantization | None = None,
+    options: QuantizeOptions | None = None,
 ) -> Plan:
     """Plan a conversion.
 
@@ -387,13 +447,12 @@ def make_plan(
         topology: tp and ep.
         layers: Only these layers; by default all.
         pad: Pad the intermediate size with zeros to the next one that can be split.
-        quantization: What to do with experts that are not stored in their tier's format; by default least squares.
+        options: What to do with experts that are not stored in their tier's format; by default least squares.
 
     Raises:
         UsageError: An illegal topology, or a layer that has no experts to pack.
         DataError: Experts with and without a gate; importances or Hessians that do not fit.
     """
-    quantization = quantization or Quantization()
     wanted = tuple(sorted(source.layers)) if layers is None else tuple(sorted(set(layers)))
     unknown = [layer for layer in wanted if layer not in source.layers]
     if unknown or not wanted:
@@ -421,6 +480,7 @@ def make_plan(
         )
     if intermediate != source.intermediate:
         notes.append(f"intermediate size {source.intermediate} is padded with zeros to {intermediate}")
+    quantization = _quantization(source, wanted, options or QuantizeOptions())
     notes += quantization_notes(source, wanted, quantization)
     return Plan(
         source=source,

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_pack.errors import DataError
+from hybrid_pack.convert.gptq import HessianCache
+from hybrid_pack.formats.decode import F32
 from hybrid_pack.formats.source import MXFP4, NF3, NVFP4, SourceFormat
-from hybrid_pack.io.checkpoint import Expert, Layer, Matrix
+from hybrid_pack.io.checkpoint import Layer, Matrix
 from hybrid_pack.io.output import aligned_buffer
-from hybrid_pack.io.weights import decode_rows, native_rows
+from hybrid_pack.io.weights import canonical_rows, check_scales, decode_stored, pick_rows
 from hybrid_pack.layouts.rows import Rows
 from hybrid_pack.plan import Plan
 from hybrid_pack.quantize import (
-    QuantStats, mxfp4_to_nvfp4, nvfp4_second_scale, quantize_mxfp4, quantize_nf3, quantize_nvfp4,
+    QuantStats,
+    mxfp4_to_nvfp4,
+    nvfp4_second_scale,
+    quantize_mxfp4,
+    quantize_nf3,
+    quantize_nvfp4,
 )  # fmt: skip
 
 Buffer = NDArray[np.uint8]
@@ -25,6 +31,9 @@ Stored = Mapping[str, Buffer]
 
 CHUNK_ROWS = 64
 """Rows decoded and quantised at a time: their weights stay in the second-level cache."""
+
+CAST_LOWEST_EXPONENT = -6
+"""Of a block scale when MXFP4 becomes NVFP4: beside the largest, 2^8, the device flushes what is below 2^-6."""
 
 TARGETS: Mapping[str, SourceFormat] = {"nvfp4": NVFP4, "mxfp4": MXFP4, "nf3": NF3}
 
@@ -39,6 +48,7 @@ class Part:
         codes: Stored rows of packed codes.
         scales: Stored rows of block scales.
         second: NVFP4's second-level scale; 1.0 where there is none.
+        made: Whether it was quantised here.
     """
 
     matrix: Matrix
@@ -46,6 +56,7 @@ class Part:
     codes: Rows
     scales: Rows
     second: float
+    made: bool = False
 
 
 @dataclass
@@ -55,8 +66,8 @@ class Encoding:
     Attributes:
         w13: Gate and up, or up alone.
         w2: Down.
-        cast: Whether MXFP4 became NVFP4 without any change of value.
-        stats: What quantising came to; None where nothing was quantised.
+        cast: Whether MXFP4 became NVFP4 without any change of value, and nothing was quantised.
+        stats: What quantising came to, all matrices together; None where nothing was quantised.
     """
 
     w13: list[Part] = field(default_factory=list)
@@ -75,14 +86,15 @@ class Encoder:
 
     Args:
         plan: Says the options of quantising, the levels, and how far matrices are padded.
+        hessians: Shared by all threads; None where there are none.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, hessians: HessianCache | None = None) -> None:
         self._options = plan.quantization
-        self._levels = np.asarray(plan.source.config.nf3_levels, np.float32)
+        self._hessians = hessians
+        self._levels = plan.source.config.nf3_levels
         self._intermediate, self._padded = plan.source.intermediate, plan.intermediate
         self._buffers: dict[str, Buffer] = {}
-        self._weights = np.empty(0, np.float32)
 
     def encode(self, layer: Layer, expert: int, stored: Stored, seconds: Sequence[float], where: str) -> Encoding:
         """Bring one expert into the form of its tier.
@@ -98,113 +110,103 @@ class Encoder:
             Valid until the next call.
 
         Raises:
-            DataError: A weight that is no number.
+            DataError: A weight or a scale that is no number.
         """
-        matrices = layer.experts[expert]
-        target = "nf3" if expert in layer.tail else str(layer.kept_format)
-        one = _One(layer.index, expert, matrices, target, stored, where)
+        matrices = layer.experts[expert].matrices
+        target = TARGETS["nf3" if expert in layer.tail else str(layer.kept_format)]
+        given = [_Given(m, s, *_bytes_of(m, stored)) for m, s in zip(matrices, seconds, strict=True)]
+        one = _One(layer.index, expert, target, where)
         encoding = Encoding()
-        encoding.w13 = self._group(one, "w13", matrices.matrices[:-1], seconds[:-1], encoding)
-        encoding.w2 = self._group(one, "w2", matrices.matrices[-1:], seconds[-1:], encoding)
+        encoding.w13 = self._group(one, "gate_up", given[:-1], encoding)
+        encoding.w2 = self._group(one, "down", given[-1:], encoding)
+        if encoding.stats is not None:
+            encoding.cast = False
+            self._add_signals(one, given, encoding)
         if self._padded != self._intermediate:
-            encoding.w13 = [self._pad(f"{i}", part, self._padded, part.matrix.columns) for i, part in
-                            enumerate(encoding.w13)]  # fmt: skip
-            encoding.w2 = [self._pad("down", part, part.matrix.rows, self._padded) for part in encoding.w2]
+            size = self._padded
+            encoding.w13 = [self._pad(f"w13 {i}", p, size, p.matrix.columns) for i, p in enumerate(encoding.w13)]
+            encoding.w2 = [self._pad("w2", p, p.matrix.rows, size) for p in encoding.w2]
         return encoding
 
-    def _group(
-        self, one: _One, name: str, matrices: Sequence[Matrix], seconds: Sequence[float], encoding: Encoding
-    ) -> list[Part]:
+    def _group(self, one: _One, name: str, given: list[_Given], encoding: Encoding) -> list[Part]:
         """Matrices that share one global scale on the device."""
-        target = TARGETS[one.target]
-        if target is NVFP4 and all(m.format.name == "mxfp4" for m in matrices):
-            cast = self._cast(one, matrices)
+        if one.target is NVFP4 and all(g.matrix.format.name == "mxfp4" for g in given):
+            cast = _cast(one, given)
             if cast is not None:
                 encoding.cast = True
                 return cast
-        common = self._second(one, matrices, seconds) if target is NVFP4 else 1.0
+        common = self._second(one, given) if one.target is NVFP4 else 1.0
         parts = []
-        for role, (matrix, second) in enumerate(zip(matrices, seconds, strict=True)):
-            if matrix.format.name == target.name:
-                codes, scales = native_rows(matrix, *one.bytes_of(matrix))
-                parts.append(Part(matrix, matrix.format, codes, scales, second))
+        for i, each in enumerate(given):
+            if each.matrix.native_to(one.target.name):
+                parts.append(_moved(one, each))
                 continue
-            codes_out = self._take(f"{name}{role} codes", matrix.rows * target.code_bytes(matrix.columns))
-            scales_out = self._take(f"{name}{role} scales", matrix.rows * matrix.columns // target.group)
-            codes2 = codes_out.reshape(matrix.rows, -1)
-            scales2 = scales_out.reshape(matrix.rows, -1)
-            stats = self._quantize(one, name, matrix, second, common, codes2, scales2)
+            rows, columns = each.matrix.rows, each.matrix.columns
+            codes = self._take(f"{name} {i} codes", rows * one.target.code_bytes(columns)).reshape(rows, -1)
+            scales = self._take(f"{name} {i} scales", rows * columns // one.target.group).reshape(rows, -1)
+            stats = self._quantize(one, name, each, common, codes, scales)
             encoding.stats = encoding.stats or QuantStats()
             encoding.stats.add(stats)
-            parts.append(Part(matrix, target, Rows.of(codes2), Rows.of(scales2), common))
+            parts.append(Part(each.matrix, one.target, Rows.of(codes), Rows.of(scales), common, made=True))
         return parts
 
-    def _cast(self, one: _One, matrices: Sequence[Matrix]) -> list[Part] | None:
-        """MXFP4 as NVFP4 with the same codes, if every scale that matters is one that E4M3 has."""
-        rows = [native_rows(matrix, *one.bytes_of(matrix)) for matrix in matrices]
-        result = mxfp4_to_nvfp4([scales.matrix() for _, scales in rows], [codes.matrix() for codes, _ in rows])
-        if result is None:
-            return None
-        scales, second = result
-        return [
-            Part(matrix, NVFP4, codes, Rows.of(own), second)
-            for matrix, (codes, _), own in zip(matrices, rows, scales, strict=True)
-        ]
-
-    def _second(self, one: _One, matrices: Sequence[Matrix], seconds: Sequence[float]) -> float:
+    def _second(self, one: _One, given: list[_Given]) -> float:
         """The second-level scale of the matrices that are quantised.
 
         A matrix beside them that is NVFP4 already keeps its own, and theirs is that times a power of two, which block
         scales make up for exactly.
         """
-        native = [s for m, s in zip(matrices, seconds, strict=True) if m.format.name == "nvfp4"]
-        if len(native) == len(matrices):
+        made = [each for each in given if not each.matrix.native_to(one.target.name)]
+        if not made:
             return 1.0
-        largest = 0.0
-        for matrix, second in zip(matrices, seconds, strict=True):
-            if matrix.format.name != "nvfp4":
-                for _, weights in self._decoded(one, matrix, second):
-                    largest = max(largest, float(np.abs(weights).max()))
-        if not math.isfinite(largest):
-            return 1.0  # the quantiser says which weight it is
+        largest = max(float(np.abs(weights).max()) for each in made for _, weights in self._decoded(one, each))
         wanted = nvfp4_second_scale(largest)
+        native = [each.second for each in given if each.matrix.native_to(one.target.name)]
         return native[0] * 2.0 ** math.ceil(math.log2(wanted / native[0])) if native else wanted
 
-    def _decoded(self, one: _One, matrix: Matrix, second: float) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    def _decoded(self, one: _One, given: _Given, rows: int = CHUNK_ROWS) -> Iterator[tuple[int, F32]]:
         """(first row, f32 [rows, K]) of consecutive rows; valid until the next."""
-        codes, scales = one.bytes_of(matrix)
-        if self._weights.size < CHUNK_ROWS * matrix.columns:
-            self._weights = np.empty(CHUNK_ROWS * matrix.columns, np.float32)
-        for first in range(0, matrix.rows, CHUNK_ROWS):
-            count = min(CHUNK_ROWS, matrix.rows - first)
-            weights = self._weights[: count * matrix.columns].reshape(count, matrix.columns)
-            decode_rows(matrix, codes, scales, second, first, weights)
+        matrix = given.matrix
+        buffer = self._take("weights", 4 * min(rows, matrix.rows) * matrix.columns).view(np.float32)
+        for first in range(0, matrix.rows, rows):
+            count = min(rows, matrix.rows - first)
+            weights = buffer[: count * matrix.columns].reshape(count, matrix.columns)
+            picked = pick_rows(matrix, given.codes, given.scales, first, count)
+            decode_stored(matrix, picked, given.second, one.where, weights, first, self._levels)
             yield first, weights
 
     def _quantize(
-        self, one: _One, name: str, matrix: Matrix, second: float, common: float, codes: Buffer, scales: Buffer
+        self, one: _One, name: str, given: _Given, common: float, codes: Buffer, scales: Buffer
     ) -> QuantStats:
-        total = QuantStats()
+        if one.target is NF3 and self._hessians is not None:
+            hessian = self._hessians.of(one.layer, one.expert, name)
+            ((_, weights),) = self._decoded(one, given, given.matrix.rows)
+            return hessian.quantize(weights, self._levels, f"{one.where} {name}", codes, scales)
         options = self._options
-        importance = None
-        if options.importance is not None:
-            importance = options.importance.of(one.layer, one.expert, name, matrix.columns)
-        for first, weights in self._decoded(one, matrix, second):
+        importance = options.importance
+        channels = None if importance is None else importance.read(one.layer, one.expert, name)
+        total = QuantStats()
+        for first, weights in self._decoded(one, given):
             rows = slice(first, first + len(weights))
-            try:
-                if one.target == "nf3":
-                    stats = quantize_nf3(weights, self._levels, options.search, importance, codes[rows], scales[rows])
-                elif one.target == "nvfp4":
-                    stats = quantize_nvfp4(weights, common, options.search, importance, codes[rows], scales[rows])
-                else:
-                    stats = quantize_mxfp4(weights, options.search, importance, codes[rows], scales[rows])
-            except ValueError:
-                raise _no_number(one, matrix, first, weights) from None
+            if one.target is NF3:
+                stats = quantize_nf3(weights, self._levels, options.search, channels, codes[rows], scales[rows])
+            elif one.target is NVFP4:
+                stats = quantize_nvfp4(weights, common, options.search, channels, codes[rows], scales[rows])
+            else:
+                stats = quantize_mxfp4(weights, options.search, channels, codes[rows], scales[rows])
             total.add(stats)
         return total
 
+    def _add_signals(self, one: _One, given: list[_Given], encoding: Encoding) -> None:
+        """The error is of the whole expert: matrices that were moved or cast beside quantised ones have none."""
+        assert encoding.stats is not None
+        for each, part in zip(given, encoding.parts, strict=True):
+            if not part.made:
+                for _, weights in self._decoded(one, each):
+                    encoding.stats.signal += float(np.square(weights, dtype=np.float64).sum())
+
     def _pad(self, role: str, part: Part, rows: int, columns: int) -> Part:
-        """Zeros after the last row or column: scale byte 0 makes a group of any code zero; MXFP4 has code 0 for it."""
+        """Zeros after the last row or column: code 0 and scale byte 0, which mean zero in every format."""
         made = []
         for what, given, width in (
             ("codes", part.codes, part.format.code_bytes(columns)),
@@ -215,7 +217,7 @@ class Encoder:
             whole[given.count :] = 0
             whole[:, given.width :] = 0
             made.append(Rows.of(whole))
-        return Part(part.matrix, part.format, made[0], made[1], part.second)
+        return replace(part, codes=made[0], scales=made[1])
 
     def _take(self, use: str, nbytes: int) -> Buffer:
         """A buffer that is kept for the next expert."""
@@ -227,27 +229,47 @@ class Encoder:
 
 @dataclass(frozen=True)
 class _One:
-    """The expert at hand."""
+    """The expert at hand, and the form it shall have."""
 
     layer: int
     expert: int
-    matrices: Expert
-    target: str
-    stored: Stored
+    target: SourceFormat
     where: str
 
-    def bytes_of(self, matrix: Matrix) -> tuple[Buffer, Buffer | None]:
-        """Stored codes and scales."""
-        scales = None if matrix.scales is None else self.stored[matrix.scales.header.name]
-        return self.stored[matrix.codes.header.name], scales
+
+@dataclass(frozen=True)
+class _Given:
+    """A matrix as it was read."""
+
+    matrix: Matrix
+    second: float
+    codes: Buffer
+    scales: Buffer | None
 
 
-def _no_number(one: _One, matrix: Matrix, first: int, weights: NDArray[np.float32]) -> DataError:
-    row, column = map(int, np.argwhere(~np.isfinite(weights))[0])
-    return DataError(
-        f"{one.where}: weight [{first + row}, {column}] of {matrix.name}",
-        where=matrix.codes,
-        expected="a finite number",
-        found=f"{weights[row, column]:g} ({matrix.format.name.upper()})",
-        hint="the export is damaged; export the checkpoint again",
-    )
+def _bytes_of(matrix: Matrix, stored: Stored) -> tuple[Buffer, Buffer | None]:
+    scales = None if matrix.scales is None else stored[matrix.scales.header.name]
+    return stored[matrix.codes.header.name], scales
+
+
+def _moved(one: _One, given: _Given) -> Part:
+    """Codes and scales as they are stored, row by row."""
+    rows = canonical_rows(given.matrix, given.codes, given.scales, one.where)
+    form = given.matrix.format if one.target is NF3 else one.target  # NF3 has a dialect with other scale bytes
+    codes, scales = Rows.within(given.codes, rows.codes), Rows.within(given.scales, rows.scales)
+    return Part(given.matrix, form, codes, scales, given.second)
+
+
+def _cast(one: _One, given: list[_Given]) -> list[Part] | None:
+    """MXFP4 as NVFP4 with the same codes, if every scale that matters is one the device has."""
+    moved = [canonical_rows(each.matrix, each.codes, each.scales, one.where) for each in given]
+    for each, rows in zip(given, moved, strict=True):
+        check_scales(each.matrix, rows.scales, one.where)
+    result = mxfp4_to_nvfp4([rows.scales for rows in moved], [rows.codes for rows in moved], CAST_LOWEST_EXPONENT)
+    if result is None:
+        return None
+    scales, second = result
+    return [
+        Part(each.matrix, NVFP4, Rows.within(each.codes, rows.codes), Rows.of(own), second)
+        for each, rows, own in zip(given, moved, scales, strict=True)
+    ]

@@ -88,8 +88,8 @@ def _options(plan: Plan) -> Record:
         "requantize": source.options.requantize,
         "mx_bias": source.options.mx_bias,
         "search": chosen.search,
-        "importance": None if chosen.importance is None else chosen.importance.digest,
-        "hessians": None if chosen.hessians is None else chosen.hessians.digest,
+        "importance": chosen.importance_digest,
+        "hessians": chosen.hessians_digest,
     }
 
 

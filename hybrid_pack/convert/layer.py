@@ -136,9 +136,7 @@ class LayerJob:
                     self._files[shard.rank] = ShardFile(self._root, shard)
             return self._files
 
-    def pack(
-        self, expert: int, encoder: Encoder, packer: ExpertPacker, reader: TensorReader, journal: Journal
-    ) -> int:
+    def pack(self, expert: int, encoder: Encoder, packer: ExpertPacker, reader: TensorReader, journal: Journal) -> int:
         """Read, encode, pack, hash and write one expert; the thread that packs the last one finishes the files.
 
         Returns:

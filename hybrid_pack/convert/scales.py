@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 from hybrid_pack.convert.encode import Part
 from hybrid_pack.errors import DataError
-from hybrid_pack.formats import e4m3, e8m0, nf3
+from hybrid_pack.formats import e4m3
+from hybrid_pack.formats.checks import refused_bytes
 from hybrid_pack.formats.source import SourceFormat
+from hybrid_pack.io import weights
 from hybrid_pack.io.checkpoint import Matrix
 from hybrid_pack.layouts import scale_bytes
 from hybrid_pack.layouts.scale_bytes import ScaleTable
@@ -53,20 +55,6 @@ class ScaleStats:
         self.worst_error = max(self.worst_error, other.worst_error)
 
 
-def stored_values(form: SourceFormat) -> NDArray[np.float64]:
-    """f64 [256]: the scale each stored byte means, without NVFP4's second level."""
-    if form.name == "mxfp4":
-        return e8m0.VALUES
-    return e4m3.VALUES / 16 if form.scale_times_16 else e4m3.VALUES
-
-
-def refused_bytes(form: SourceFormat) -> NDArray[np.bool_]:
-    """bool [256]: stored bytes that are refused: NaN, negative, and NF3 scales of 32 or more."""
-    values = stored_values(form)
-    refused = np.isnan(values) | (values < 0)
-    return refused | (values >= nf3.SCALE_LIMIT) if form.name == "nf3" else refused
-
-
 def check_scales(part: Part, counts: Counts, where: str) -> None:
     """Refuse a matrix with scales that mean nothing.
 
@@ -78,21 +66,9 @@ def check_scales(part: Part, counts: Counts, where: str) -> None:
     Raises:
         DataError: The first such scale, by tensor and index.
     """
-    bad = refused_bytes(part.format) & (counts > 0)
-    if not bad.any():
-        return
-    scales = part.scales.matrix()
-    row, group = map(int, np.argwhere(bad[scales])[0])
-    byte = int(scales[row, group])
-    value = float(stored_values(part.format)[byte])
-    limit = f"below {nf3.SCALE_LIMIT:g}" if part.format.name == "nf3" else "finite"
-    raise DataError(
-        f"{where}: scale [{row}, {group}] of {part.format.name.upper()}",
-        where=part.matrix.scales,
-        expected=f"a scale that is not negative and {limit}",
-        found=f"byte 0x{byte:02X} = {value:g}",
-        hint="the export is damaged; export the checkpoint again",
-    )
+    if (refused_bytes(part.format) & (counts > 0)).any():
+        weights.check_scales(part.matrix, part.scales.matrix(), where)
+        raise AssertionError(f"{where}: a scale of {part.matrix.name} is refused, and none was found")
 
 
 def check_second(matrix: Matrix, value: float, where: str) -> None:

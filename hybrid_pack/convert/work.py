@@ -9,19 +9,18 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from hybrid_pack.convert.base import copy_base
 from hybrid_pack.convert.encode import Encoder
 from hybrid_pack.convert.expert import ExpertPacker
+from hybrid_pack.convert.gptq import HessianCache
 from hybrid_pack.convert.journal import Journal
 from hybrid_pack.convert.layer import LayerJob
 from hybrid_pack.convert.scales import OnScaleMismatch, check_pair, check_second
 from hybrid_pack.io.checkpoint import Layer
 from hybrid_pack.io.progress import Progress
 from hybrid_pack.io.reader import TensorReader
+from hybrid_pack.io.weights import second_scale
 from hybrid_pack.plan import BasePlan, Plan
-
 
 
 @dataclass(frozen=True)
@@ -40,19 +39,18 @@ def _second_scales(
 ) -> Mapping[int, list[float]]:
     """Second-level scales of the matrices of each expert, checked before any expert is packed."""
     seconds: dict[int, list[float]] = {}
-    value = np.empty(4, np.uint8)
     for expert in wanted:
         matrices = layer.experts[expert]
         where = f"layer {layer.index} expert {expert}"
         seconds[expert] = [1.0] * len(matrices.matrices)
+        kept = expert in layer.kept
         for i, matrix in enumerate(matrices.matrices):
-            if matrix.second is not None:
-                reader.read(matrix.second, value)
-                seconds[expert][i] = second_scale(matrix.format, float(value.view("<f4")[0]))
+            seconds[expert][i] = second_scale(reader, matrix, where)
+            if kept and layer.kept_format == matrix.format.name == "nvfp4":
                 check_second(matrix, seconds[expert][i], where)
-        moved = layer.kept_format == "nvfp4" and expert in layer.kept
-        if moved and matrices.gate is not None and {m.format.name for m in matrices.matrices[:2]} == {"nvfp4"}:
-            check_pair(matrices.gate, seconds[expert][0], seconds[expert][1], where, on_mismatch)
+        gate, up = matrices.gate, matrices.up
+        if kept and gate is not None and layer.kept_format == gate.format.name == up.format.name == "nvfp4":
+            check_pair(gate, seconds[expert][0], seconds[expert][1], where, on_mismatch)
     return seconds
 
 
@@ -81,6 +79,8 @@ class Run:
     def __init__(self, plan: Plan, workers: int) -> None:
         self.plan = plan
         self.workers = workers
+        given = plan.quantization.hessians
+        self._hessians = None if given is None else HessianCache(given, plan.quantization.device)
         self.stopped = threading.Event()
         self._lock = threading.Lock()
 
@@ -94,7 +94,7 @@ class Run:
         def work() -> int:
             plan = self.plan
             packer = ExpertPacker(plan.geometry, plan.topology.tensor_parallel, plan.source.intermediate)
-            worker = Worker(Encoder(plan), packer)
+            worker = Worker(Encoder(plan, self._hessians), packer)
             total = 0
             try:
                 while not self.stopped.is_set():

@@ -110,6 +110,12 @@ class SourceFormat:
         return self.name not in NATIVE
 
 
+NVFP4 = SourceFormat("nvfp4", "weight", "weight_scale", "weight_scale_2", 16)
+MXFP4 = SourceFormat("mxfp4", "weight", "weight_scale", None, 32)
+NF3 = SourceFormat("nf3", "weight_packed", "weight_scale", None, 32)
+"""The three forms a pack is made of, as ModelOpt and the hybrid checkpoints store them."""
+
+
 @dataclass(frozen=True)
 class Unsupported:
     """A stored format that is none of those above, with the reason in words.

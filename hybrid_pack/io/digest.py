@@ -9,9 +9,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Protocol
 
 from blake3 import blake3
+
+from hybrid_pack.errors import EnvironmentFailure
 
 
 class Hasher(Protocol):
@@ -39,6 +42,22 @@ def blake3_bytes(data: Any) -> bytes:
 def blake3_digest(data: Any) -> str:
     """``blake3:<hex>`` of a buffer."""
     return f"blake3:{blake3_bytes(data).hex()}"
+
+
+def blake3_file(path: Path) -> str:
+    """``blake3:<hex>`` of a file's bytes, which need not fit into memory.
+
+    Raises:
+        EnvironmentFailure: It cannot be read.
+    """
+    hasher = new_hasher()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 22):
+                hasher.update(chunk)
+    except OSError as error:
+        raise EnvironmentFailure("cannot read", where=path, found=error.strerror) from error
+    return finish(hasher)
 
 
 def finish(hasher: Hasher) -> str:

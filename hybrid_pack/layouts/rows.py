@@ -43,6 +43,14 @@ class Rows:
         flat = np.ascontiguousarray(matrix)
         return cls(flat.reshape(-1), 0, flat.shape[1], flat.shape[0], flat.shape[1])
 
+    @classmethod
+    def within(cls, buffer: NDArray[np.uint8], matrix: NDArray[np.uint8]) -> Rows:
+        """A u8 matrix [rows, bytes] that is a view of a buffer, without a copy; of any other one a copy."""
+        start, end = matrix.ctypes.data - buffer.ctypes.data, buffer.nbytes
+        if matrix.strides[1] != 1 or not 0 <= start < end or matrix.strides[0] < matrix.shape[1]:
+            return cls.of(matrix)
+        return cls(buffer, start, matrix.strides[0], matrix.shape[0], matrix.shape[1])
+
     def rows(self, first: int, count: int) -> Rows:
         """Some of these rows."""
         return Rows(self.buffer, self.start + first * self.stride, self.stride, count, self.width)

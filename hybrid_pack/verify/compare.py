@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_pack.io.checkpoint import Expert, Layer, Matrix
-from hybrid_pack.io.manifest import rank_geometry, rank_tiers, topology_of
+from hybrid_pack.formats import e8m0
+from hybrid_pack.formats.source import MXFP4, NVFP4, SourceFormat
+from hybrid_pack.io.checkpoint import Checkpoint, Matrix
+from hybrid_pack.io.manifest import MANIFEST, rank_geometry, rank_tiers, topology_of
 from hybrid_pack.io.reader import TensorReader
 from hybrid_pack.io.safetensors import TensorHeader
 from hybrid_pack.io.shards import Located
@@ -19,8 +22,10 @@ from hybrid_pack.layouts.shard import Matrix as MatrixName
 from hybrid_pack.layouts.shard import Tier
 from hybrid_pack.schemas.manifest import Manifest, ShardEntry
 from hybrid_pack.verify.pool import Buffers
+from hybrid_pack.verify.quantised import Quality, check_part, nvfp4_seconds, stored_bytes
 from hybrid_pack.verify.report import Recorder
-from hybrid_pack.verify.scale_rules import expected_global_scale, scale_rule
+from hybrid_pack.verify.scale_rules import expected_global_scale, nvfp4_values, scale_rule
+from hybrid_pack.verify.stored import Share, StoredExpert
 
 EXPERTS = "experts against the source"
 
@@ -32,26 +37,35 @@ class Counts:
     """What a comparison came to; adds up.
 
     Attributes:
-        source_bytes: Bytes of codes and scales of the source that were held against the pack.
+        weights: Weights of the source that were held against the pack.
         read_bytes: Bytes read of both.
         zero: Groups whose stored scale is zero.
         flushed: Groups too small for the kernel.
         saturated: Groups too large for it.
+        quality: Squares of weights and differences of quantised experts, by layer and expert.
     """
 
-    source_bytes: int = 0
+    weights: int = 0
     read_bytes: int = 0
     zero: int = 0
     flushed: int = 0
     saturated: int = 0
+    quality: dict[tuple[int, int], Quality] = field(default_factory=dict)
+
+    def add_signal(self, layer: int, expert: int, weights: NDArray[np.float32]) -> None:
+        """Count weights that were moved beside quantised ones."""
+        quality = self.quality.setdefault((layer, expert), Quality())
+        quality.sums[0] += float(np.square(weights, dtype=np.float64).sum())
 
     def add(self, other: Counts) -> None:
         """Add another's."""
-        self.source_bytes += other.source_bytes
+        self.weights += other.weights
         self.read_bytes += other.read_bytes
         self.zero += other.zero
         self.flushed += other.flushed
         self.saturated += other.saturated
+        for key, quality in other.quality.items():
+            self.quality.setdefault(key, Quality()).sums += quality.sums
 
 
 @dataclass(frozen=True)
@@ -87,22 +101,77 @@ class PackedShard:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """One expert's row of one device matrix of one rank, unpacked.
+
+    Attributes:
+        path: Of the shard.
+        tier: ``kept`` or ``tail``.
+        name: ``w13`` or ``w2``.
+        row: Its row.
+        codes: u8 [N, bytes].
+        scales: u8 [N, groups], device bytes.
+        global_scale: f32 value.
+        columns: K.
+    """
+
+    path: str
+    tier: Tier
+    name: MatrixName
+    row: int
+    codes: U8
+    scales: U8
+    global_scale: float
+    columns: int
+
+    @property
+    def label(self) -> str:
+        """Its place in words."""
+        return f"{self.tier}.{self.name}[{self.row}]"
+
+    def part(self, index: int, count: int) -> tuple[U8, U8]:
+        """(codes, scales) of gate, up or down."""
+        rows = len(self.codes) // count
+        mine = slice(index * rows, (index + 1) * rows)
+        return self.codes[mine], self.scales[mine]
+
+    def width(self, array: U8, columns: int) -> int:
+        """Bytes of a row that stand for its first columns."""
+        return array.shape[1] * columns // self.columns
+
+
+Given = tuple[str, Matrix, float]
+"""(role, stored matrix, its second-level scale)."""
+Comparison = Callable[[Packed, Share, str, Counts], None]
+ROLES = ("gate", "up", "down")
+FORMS = {"nvfp4": NVFP4, "mxfp4": MXFP4}
+
+
+@dataclass(frozen=True)
 class Part:
-    """A rank's share of one stored matrix.
+    """A rank's share of one stored matrix in the format of its tier.
 
     Attributes:
         role: ``gate``, ``up`` or ``down``.
-        matrix: What it is a share of.
+        form: Of the stored scales.
         second: Second-level scale; 1.0 where there is none.
         codes: u8 [rows, bytes].
         scales: u8 [rows, groups].
     """
 
     role: str
-    matrix: Matrix
+    form: SourceFormat
     second: float
     codes: U8
     scales: U8
+
+
+def _cut(share: Share, by_rows: bool, array: NDArray[Any], columns: int) -> NDArray[Any]:
+    """A rank's rows of gate or up, or its columns of down, of an array whose row stands for so many columns."""
+    first, last = share.first, share.first + share.count
+    if by_rows:
+        return array[first:last]
+    return array[:, first * array.shape[1] // columns : last * array.shape[1] // columns]
 
 
 class LayerComparison:
@@ -110,7 +179,8 @@ class LayerComparison:
 
     Args:
         manifest: Of the pack.
-        stored: The layer in the source.
+        source: What it was made from.
+        index: The layer.
         shards: Those that are to be compared.
         reader: Of source and pack.
         recorder: Gets the findings.
@@ -118,15 +188,19 @@ class LayerComparison:
     """
 
     def __init__(
-        self, manifest: Manifest, stored: Layer, shards: list[PackedShard], reader: TensorReader, recorder: Recorder,
-        buffers: Buffers,
+        self, manifest: Manifest, source: Checkpoint, index: int, shards: list[PackedShard], reader: TensorReader,
+        recorder: Recorder, buffers: Buffers,
     ) -> None:  # fmt: skip
-        self.layer, self.shards = stored.index, shards
-        self._stored, self._reader, self._recorder, self._buffers = stored, reader, recorder, buffers
+        self.layer, self.shards = index, shards
+        self._stored, self._reader, self._recorder, self._buffers = source.layers[index], reader, recorder, buffers
         self._geometry = rank_geometry(manifest)
-        self._kept_format = manifest.layers[str(stored.index)].kept_scale_format
+        self._intermediate = source.intermediate
+        self._levels = source.config.nf3_levels
+        self._kept_format = manifest.layers[str(index)].kept_scale_format
         requantized = manifest.report.experts_requantized
-        self._errors = {r.expert: r.worst_relative_error for r in requantized if r.layer == stored.index}
+        self._errors = {r.expert: r.worst_relative_error for r in requantized if r.layer == index}
+        quantized = [entry for entry in manifest.report.experts_quantized if entry.layer == index]
+        self._methods = {expert: entry.method for entry in quantized for expert in entry.experts}
 
     def experts(self) -> list[int]:
         """Those that some shard holds."""
@@ -136,52 +210,162 @@ class LayerComparison:
         """Compare one expert on every rank that holds it.
 
         Raises:
-            DataError: A file ended early.
+            DataError: A file ended early, or the source holds what is refused.
         """
         counts = Counts()
-        stored = self._stored.experts[expert]
-        seconds = [self._second(matrix) for matrix in stored.matrices]
-        down = self._rows("down", stored.down, 0, stored.down.rows, counts)
-        for shard in self.shards:
-            if expert in shard.rows:
-                gate_up = self._gate_up(stored, seconds, shard.tp_rank, counts)
-                self._matrix(shard, expert, "w13", gate_up, counts)
-                self._matrix(shard, expert, "w2", [self._down(stored.down, seconds[2], down, shard.tp_rank)], counts)
+        matrices = self._stored.experts[expert].matrices
+        where = f"layer {self.layer} expert {expert}"
+        stored = StoredExpert(self._stored.experts[expert], where, self._reader, self._buffers, self._levels)
+        counts.read_bytes += stored.read_bytes
+        groups: tuple[tuple[MatrixName, slice], ...] = (("w13", slice(0, -1)), ("w2", slice(-1, None)))
+        for name, which in groups:
+            ours = list(zip(ROLES[-len(matrices) :], matrices, stored.seconds, strict=True))[which]
+            self._group(expert, name, ours, stored, counts)
         return counts
 
-    def _second(self, matrix: Matrix) -> float:
-        if matrix.second is None:
-            return 1.0
-        value = np.empty(4, np.uint8)
-        self._reader.read(matrix.second, value)
-        return float(value.view("<f4")[0])
+    def _group(self, expert: int, name: MatrixName, ours: list[Given], stored: StoredExpert, counts: Counts) -> None:
+        """One device matrix on every rank."""
+        shards = [shard for shard in self.shards if expert in shard.rows]
+        if not shards:
+            return
+        tier = shards[0].rows[expert][0]
+        target = "nf3" if tier == "tail" else str(self._stored.kept_format)
+        method = self._methods.get(expert)
+        if all(matrix.native_to(target) for _, matrix, _ in ours):
+            compare = self._moved(name, ours, stored)
+            if method is not None:  # beside matrices that were quantised: the expert's error is of all of them
+                for role, matrix, second in ours:
+                    counts.add_signal(self.layer, expert, stored.weights(role, matrix, second))
+        elif method is not None:
+            compare = self._quantised(expert, name, target, method, ours, stored, counts)
+        elif target == "nvfp4" and all(matrix.format.name == "mxfp4" for _, matrix, _ in ours):
+            compare = self._cast(name, ours, stored)
+        else:
+            found = "+".join(matrix.format.name for _, matrix, _ in ours)
+            self._recorder.find(
+                EXPERTS, MANIFEST, "the report does not say that this expert was quantised",
+                where=f"layer {self.layer} expert {expert} {name}", expected=target.upper(), found=found.upper(),
+            )  # fmt: skip
+            return
+        for shard in shards:
+            share = Share.of(shard.tp_rank, self._geometry.intermediate, self._intermediate)
+            packed = self._unpacked(shard, expert, name, counts)
+            where = f"layer {self.layer} expert {expert}"
+            self._padding(packed, name, share, len(ours), where)
+            if share.count:
+                compare(packed, share, where, counts)
+            for _, matrix, _ in ours:
+                counts.weights += share.count * (matrix.columns if name == "w13" else matrix.rows)
 
-    def _rows(self, role: str, matrix: Matrix, first: int, rows: int, counts: Counts) -> tuple[U8, U8]:
-        """Rows of a stored matrix: codes u8 [rows, bytes] and scales u8 [rows, groups]."""
-        code_width, groups = matrix.format.code_bytes(matrix.columns), matrix.columns // matrix.format.group
-        read = []
-        for use, at, width in (("codes", matrix.codes, code_width), ("scales", matrix.scales, groups)):
-            assert at is not None  # what was converted has scales
-            buffer = self._buffers.take(f"{role} {use}", rows * width)
-            self._reader.read(at, buffer, first * width)
-            counts.read_bytes += buffer.nbytes
-            read.append(buffer.reshape(rows, width))
-        return read[0], read[1]
+    def _unpacked(self, shard: PackedShard, expert: int, name: MatrixName, counts: Counts) -> Packed:
+        tier, row = shard.rows[expert]
+        n, k = self._geometry.size(name)
+        words = self._packed(shard, f"{tier}.{name}", row, counts)
+        scales = self._packed(shard, f"{tier}.{name}_scale", row, counts)
+        global_scale = float(self._packed(shard, f"{tier}.{name}_global_scale", row, counts).view("<f4")[0])
+        codes = self._geometry.codes(tier, name).unpack(words.view("<u4"), n, k)
+        device = self._geometry.scales(tier, self._kept_format).unpack(scales, n, k)
+        return Packed(shard.entry.path, tier, name, row, codes, device, global_scale, k)
 
-    def _gate_up(self, stored: Expert, seconds: list[float], tp_rank: int, counts: Counts) -> list[Part]:
-        share = self._geometry.intermediate
-        return [
-            Part(role, matrix, second, *self._rows(role, matrix, tp_rank * share, share, counts))
-            for role, matrix, second in zip(("gate", "up"), stored.matrices, seconds, strict=False)
-        ]
+    def _padding(self, packed: Packed, name: MatrixName, share: Share, parts: int, where: str) -> None:
+        """What a rank has more than the source means zero."""
+        if share.count == share.padded:
+            return
+        for part in range(parts if name == "w13" else 1):
+            codes, scales = packed.part(part, parts)
+            if name == "w13":
+                extra = codes[share.count :], scales[share.count :]
+            else:
+                extra = codes[:, packed.width(codes, share.count) :], scales[:, packed.width(scales, share.count) :]
+            zero = 0 if packed.tier == "tail" or self._kept_format == "e4m3_k16" else self._shift(packed)
+            if extra[0].any() or (extra[1] != zero).any():
+                self._recorder.find(
+                    EXPERTS, packed.path, "padding that does not mean zero", where=f"{where} {packed.label}"
+                )
 
-    def _down(self, matrix: Matrix, second: float, stored: tuple[U8, U8], tp_rank: int) -> Part:
-        share, form = self._geometry.intermediate, matrix.format
-        codes, scales = (
-            whole[:, tp_rank * width : (tp_rank + 1) * width]
-            for whole, width in zip(stored, (form.code_bytes(share), share // form.group), strict=True)
-        )
-        return Part("down", matrix, second, codes, scales)
+    @staticmethod
+    def _shift(packed: Packed) -> int:
+        """Device byte of MXFP4's stored byte 0."""
+        return round(-math.log2(packed.global_scale)) if packed.global_scale > 0 else 0
+
+    def _moved(self, name: MatrixName, ours: list[Given], stored: StoredExpert) -> Comparison:
+        """Against what the source stores in the same format."""
+        rows = [(role, matrix, second, stored.rows(matrix)) for role, matrix, second in ours]
+
+        def compare(packed: Packed, share: Share, where: str, counts: Counts) -> None:
+            by_rows = name == "w13"
+            parts = []
+            for role, matrix, second, own in rows:
+                form = matrix.format if matrix.format.name == "nf3" else FORMS[matrix.format.name]
+                codes, scales = (_cut(share, by_rows, a, matrix.columns) for a in (own.codes, own.scales))
+                parts.append(Part(role, form, second, codes, scales))
+            self._compare_parts(packed, parts, where, counts)
+
+        return compare
+
+    def _cast(self, name: MatrixName, ours: list[Given], stored: StoredExpert) -> Comparison:
+        """MXFP4 in a tier of NVFP4: the same codes, and scales that mean the same."""
+        rows = [(role, matrix, stored.rows(matrix)) for role, matrix, _ in ours]
+
+        def compare(packed: Packed, share: Share, where: str, counts: Counts) -> None:
+            by_rows = name == "w13"
+            for i, (role, matrix, own) in enumerate(rows):
+                codes, device = packed.part(i, len(rows))
+                wanted = _cut(share, by_rows, own.codes, matrix.columns)
+                scales = np.repeat(_cut(share, by_rows, own.scales, matrix.columns), 2, axis=1)
+                codes, device = (
+                    codes[: wanted.shape[0], : wanted.shape[1]],
+                    device[: scales.shape[0], : scales.shape[1]],
+                )
+                label = f"{where} {role} ({packed.label})"
+                self._codes(packed.path, label, wanted, codes)
+                used = (wanted.reshape(*scales.shape, 8) & 0x77).any(axis=2)
+                values = nvfp4_values(packed.global_scale)[device]
+                wrong = np.where(used, values != e8m0.VALUES[scales], (values != 0) & (values != e8m0.VALUES[scales]))
+                if wrong.any():
+                    at = np.unravel_index(int(wrong.argmax()), wrong.shape)
+                    self._recorder.find(
+                        EXPERTS, packed.path, f"{int(wrong.sum())} scales are not the source's",
+                        where=f"{label} row {at[0]} group {at[1]}", expected=f"{e8m0.VALUES[scales[at]]:.9g}",
+                        found=f"{values[at]:.9g}",
+                    )  # fmt: skip
+
+        return compare
+
+    def _quantised(
+        self, expert: int, name: MatrixName, target: str, method: str, ours: list[Given], stored: StoredExpert,
+        counts: Counts,
+    ) -> Comparison:  # fmt: skip
+        """Against the weights: codes, scales and error."""
+        weights = [stored.weights(role, matrix, second) for role, matrix, second in ours]
+        native = [second if matrix.native_to(target) else None for _, matrix, second in ours]
+        seconds = [1.0] * len(ours)
+        if target == "nvfp4":
+            made = [w for w, own in zip(weights, native, strict=True) if own is None]
+            seconds = nvfp4_seconds(max(float(np.abs(w).max()) for w in made), native)
+        quality = counts.quality.setdefault((self.layer, expert), Quality())
+        levels = np.asarray(self._levels, np.float32)
+
+        def compare(packed: Packed, share: Share, where: str, counts: Counts) -> None:
+            for i, (role, matrix, _) in enumerate(ours):
+                codes, device = packed.part(i, len(ours))
+                label = f"{where} {role} ({packed.label})"
+                mine = np.ascontiguousarray(_cut(share, name == "w13", weights[i], matrix.columns))
+                scales = stored_bytes(target, device, packed.global_scale, seconds, i)
+                if scales is None:
+                    self._recorder.find(
+                        EXPERTS, packed.path, "not a global scale of these weights", where=label,
+                        expected=f"{max(seconds):.9g} * 2^119 over a power of two", found=f"{packed.global_scale:.9g}",
+                    )  # fmt: skip
+                    return
+                codes = np.ascontiguousarray(codes[: mine.shape[0], : packed.width(codes, mine.shape[1])])
+                scales = np.ascontiguousarray(scales[: mine.shape[0], : packed.width(scales, mine.shape[1])])
+                how = method if matrix.format.name != target else "gptq"  # which says nothing of codes and scales
+                for fault in check_part(target, how, mine, codes, scales, seconds[i], levels, quality):
+                    place = f"{label} row {fault.row} {fault.unit} {fault.column}"
+                    self._recorder.find(EXPERTS, packed.path, fault.what, where=place)
+
+        return compare
 
     def _packed(self, shard: PackedShard, name: str, row: int, counts: Counts) -> U8:
         """One expert's row of a tensor of a shard."""
@@ -191,51 +375,43 @@ class LayerComparison:
         counts.read_bytes += size
         return buffer
 
-    def _matrix(self, shard: PackedShard, expert: int, name: MatrixName, parts: list[Part], counts: Counts) -> None:
-        tier, row = shard.rows[expert]
-        n, k = self._geometry.size(name)
-        words = self._packed(shard, f"{tier}.{name}", row, counts)
-        scales = self._packed(shard, f"{tier}.{name}_scale", row, counts)
-        global_scale = float(self._packed(shard, f"{tier}.{name}_global_scale", row, counts).view("<f4")[0])
-        codes = self._geometry.codes(tier, name).unpack(words.view("<u4"), n, k)
-        device = self._geometry.scales(tier, self._kept_format).unpack(scales, n, k)
-        error = self._errors.get(expert, 0.0) if name == "w13" else 0.0
+    def _compare_parts(self, packed: Packed, parts: list[Part], where: str, counts: Counts) -> None:
+        expert_where, label = where, packed.label
+        error = self._errors.get(int(where.rsplit(" ", 1)[1]), 0.0) if packed.name == "w13" else 0.0
         seconds = [part.second for part in parts]
-        wanted = expected_global_scale(parts[0].matrix.format, seconds, [part.scales for part in parts])
-        if global_scale != wanted:
+        wanted = expected_global_scale(parts[0].form, seconds, [part.scales for part in parts])
+        if packed.global_scale != wanted:
             self._recorder.find(
-                EXPERTS, shard.entry.path, "not the global scale of these scales",
-                where=f"layer {self.layer} expert {expert} ({tier}.{name}_global_scale[{row}])",
-                expected=f"{wanted:.9g}", found=f"{global_scale:.9g}",
+                EXPERTS, packed.path, "not the global scale of these scales",
+                where=f"{expert_where} ({packed.tier}.{packed.name}_global_scale[{packed.row}])",
+                expected=f"{wanted:.9g}", found=f"{packed.global_scale:.9g}",
             )  # fmt: skip
         if error and len({math.frexp(second)[0] for second in seconds}) == 1:
             self._recorder.find(
-                EXPERTS, "hybrid_pack.json", "the report calls an expert requantised that needs no rounding",
-                where=f"layer {self.layer} expert {expert}",
-            )  # fmt: skip
+                EXPERTS, MANIFEST, "the report calls an expert requantised that needs no rounding", where=expert_where
+            )
             error = 0.0
-        rows = n // len(parts)
         for i, part in enumerate(parts):
-            where = f"layer {self.layer} expert {expert} {part.role} ({tier}.{name}[{row}])"
-            mine = slice(i * rows, (i + 1) * rows)
-            self._codes(shard, where, part, codes[mine])
-            self._scales(shard, where, part, device[mine], global_scale, error, counts)
-            counts.source_bytes += part.codes.size + part.scales.size
+            codes, device = packed.part(i, len(parts))
+            place = f"{where} {part.role} ({label})"
+            self._codes(packed.path, place, part.codes, codes[: part.codes.shape[0], : part.codes.shape[1]])
+            device = device[: part.scales.shape[0], : part.scales.shape[1]]
+            self._scales(packed.path, place, part, device, packed.global_scale, error, counts)
 
-    def _codes(self, shard: PackedShard, where: str, part: Part, found: U8) -> None:
-        if np.array_equal(part.codes, found):
+    def _codes(self, path: str, where: str, wanted: U8, found: U8) -> None:
+        if np.array_equal(wanted, found):
             return
-        different = part.codes != found
+        different = wanted != found
         at = np.unravel_index(int(different.argmax()), different.shape)
         self._recorder.find(
-            EXPERTS, shard.entry.path, f"{int(different.sum())} bytes of codes are not the source's",
-            where=f"{where} row {at[0]} byte {at[1]}", expected=f"0x{part.codes[at]:02X}", found=f"0x{found[at]:02X}",
+            EXPERTS, path, f"{int(different.sum())} bytes of codes are not the source's",
+            where=f"{where} row {at[0]} byte {at[1]}", expected=f"0x{wanted[at]:02X}", found=f"0x{found[at]:02X}",
         )  # fmt: skip
 
     def _scales(
-        self, shard: PackedShard, where: str, part: Part, device: U8, global_scale: float, error: float, counts: Counts
+        self, path: str, where: str, part: Part, device: U8, global_scale: float, error: float, counts: Counts
     ) -> None:
-        rule = scale_rule(part.matrix.format, part.second, global_scale, error)
+        rule = scale_rule(part.form, part.second, global_scale, error)
         pairs = np.bincount((part.scales.astype(np.uint16) << 8 | device).reshape(-1), minlength=1 << 16)
         pairs = pairs.reshape(256, 256)  # [stored byte, device byte]
         counts.zero += int(pairs[rule.zero].sum())
@@ -246,7 +422,7 @@ class LayerComparison:
         wrong = ~rule.right[part.scales, device]
         at = np.unravel_index(int(wrong.argmax()), wrong.shape)
         self._recorder.find(
-            EXPERTS, shard.entry.path, f"{int(wrong.sum())} scales are not the source's",
+            EXPERTS, path, f"{int(wrong.sum())} scales are not the source's",
             where=f"{where} row {at[0]} group {at[1]}", expected=f"{rule.values[part.scales[at]]:.9g}",
             found=f"{rule.device_values[device[at]]:.9g}",
         )  # fmt: skip

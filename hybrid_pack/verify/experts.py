@@ -6,6 +6,8 @@ import threading
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from hybrid_pack.errors import DataError, EnvironmentFailure
 from hybrid_pack.io.checkpoint import Checkpoint
 from hybrid_pack.io.manifest import MANIFEST
@@ -14,18 +16,28 @@ from hybrid_pack.io.reader import TensorReader
 from hybrid_pack.schemas.manifest import Manifest
 from hybrid_pack.verify.compare import EXPERTS, Counts, LayerComparison, PackedShard
 from hybrid_pack.verify.pool import Buffers, Pool
+from hybrid_pack.verify.quantised import Quality
 from hybrid_pack.verify.report import Recorder, Tally
 from hybrid_pack.verify.scope import Scope
 
 
 def source_bytes(source: Checkpoint, layers: list[int]) -> int:
     """Bytes of codes and scales of all experts of some layers."""
+    return sum(expert.nbytes for layer in layers for expert in source.layers[layer].experts.values())
+
+
+def _weights(source: Checkpoint, layers: list[int]) -> int:
+    """Weights of all experts of some layers."""
     return sum(
-        at.header.nbytes
+        matrix.rows * matrix.columns
         for layer in layers
         for expert in source.layers[layer].experts.values()
-        for at in expert.tensors
+        for matrix in expert.matrices
     )
+
+
+SQNR_MARGIN = 0.002
+"""dB: the manifest rounds to 0.001."""
 
 
 class _Totals:
@@ -81,18 +93,38 @@ def check_experts(
             shards = [PackedShard.of(root, manifest, e) for e in wanted if e.path not in recorder.bad_paths]
             totals.complete = totals.complete and len(shards) == len(wanted)
             with TensorReader() as reader:
-                comparison = LayerComparison(manifest, source.layers[layer], shards, reader, recorder, buffers)
+                comparison = LayerComparison(manifest, source, layer, shards, reader, recorder, buffers)
                 pool.run(partial(totals.expert, comparison, expert) for expert in comparison.experts())
         if totals.complete and scope.rank is None:
             whole = scope.whole and len(layers) == len(manifest.layers)
-            _check_totals(manifest, totals.counts, source_bytes(source, layers), whole, recorder)
+            _check_errors(manifest, totals.counts, layers, recorder)
+            _check_totals(manifest, totals.counts, _weights(source, layers), whole, recorder)
 
 
-def _check_totals(manifest: Manifest, counts: Counts, stored_bytes: int, whole: bool, recorder: Recorder) -> None:
+def _check_errors(manifest: Manifest, counts: Counts, layers: list[int], recorder: Recorder) -> None:
+    """The manifest tells the error of every quantised expert and tier."""
+    for entry in manifest.report.experts_quantized:
+        if entry.layer not in layers:
+            continue
+        found = [counts.quality.get((entry.layer, expert), Quality()) for expert in entry.experts]
+        total = Quality(np.sum([quality.sums for quality in found], axis=0))
+        places = [f"expert {expert}" for expert in entry.experts]
+        rows = zip([*places, entry.tier], [*entry.sqnr_db, entry.tier_sqnr_db], [*found, total], strict=True)
+        for place, told, quality in rows:
+            measured = quality.sqnr_db()
+            if (told is None) != (measured is None) or abs((told or 0) - (measured or 0)) > SQNR_MARGIN:
+                recorder.find(
+                    EXPERTS, MANIFEST, "not the error of the packed weights", where=f"layer {entry.layer} {place}",
+                    expected="none" if measured is None else f"{measured:.4f} dB",
+                    found="none" if told is None else f"{told:.4f} dB",
+                )  # fmt: skip
+
+
+def _check_totals(manifest: Manifest, counts: Counts, weights: int, whole: bool, recorder: Recorder) -> None:
     """The ranks together hold the whole source, and the manifest's report counts what was found."""
-    if counts.source_bytes != stored_bytes:
+    if counts.weights != weights:
         message = "the ranks together do not hold the source"
-        recorder.find(EXPERTS, MANIFEST, message, expected=f"{stored_bytes} bytes", found=counts.source_bytes)
+        recorder.find(EXPERTS, MANIFEST, message, expected=f"{weights} weights", found=counts.weights)
     if not whole:
         return
     report = manifest.report

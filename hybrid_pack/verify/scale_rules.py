@@ -53,6 +53,12 @@ def expected_global_scale(form: SourceFormat, seconds: list[float], scales: list
         return float(np.float32(second * 2.0**scale_bytes.NVFP4_GLOBAL_EXPONENT / factor))
 
 
+def nvfp4_values(global_scale: float) -> NDArray[np.float64]:
+    """f64 [256]: the scale each device byte of NVFP4 means."""
+    with np.errstate(all="ignore"):  # bytes that mean infinity or NaN
+        return scale_bytes.DEVICE_VALUES * (global_scale * 2.0**scale_bytes.NVFP4_VALUE_EXPONENT)
+
+
 Pairs = NDArray[np.bool_]
 """bool [256, 256]: for each stored byte and device byte."""
 

@@ -1,0 +1,150 @@
+"""A quantised matrix against the weights it was made from: its codes, its scales, its error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_pack.formats import e4m3, nf3
+from hybrid_pack.layouts import scale_bytes
+from hybrid_pack.verify.quality import FP4_LEVELS, ScaleLadder, examine, mxfp4_ladder, nf3_ladder, nvfp4_ladder
+from hybrid_pack.verify.stored import F32, U8
+
+NVFP4_LARGEST = 6 * e4m3.MAX
+"""What the second-level scale brings the largest magnitude to."""
+
+NEAREST = frozenset({"absmax", "mse", "weighted"})
+"""Methods whose codes are the nearest levels."""
+LEAST = frozenset({"mse"})
+"""Methods whose scales have the least squared error, which is known here; weights of channels are not."""
+
+
+@dataclass
+class Quality:
+    """What the matrices of an expert come to; adds up over its ranks.
+
+    Attributes:
+        sums: f64 [2], squares of the weights and of the differences.
+    """
+
+    sums: NDArray[np.float64] = field(default_factory=lambda: np.zeros(2))
+
+    def sqnr_db(self) -> float | None:
+        """10 log10 of their ratio; None where there is no difference."""
+        signal, error = self.sums
+        if error <= 0:
+            return None
+        return 10 * math.log10(signal / error) if signal > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something wrong with a quantised matrix.
+
+    Attributes:
+        what: In words.
+        row: Of the first place.
+        column: Column or group of it.
+        unit: Which of the two.
+    """
+
+    what: str
+    row: int
+    column: int
+    unit: str
+
+
+def second_scale_of(largest: float) -> float:
+    """NVFP4's second-level scale of matrices with this largest magnitude (binary32)."""
+    value = float(np.float32(largest) / np.float32(NVFP4_LARGEST))
+    return value if value > 0 else 1.0
+
+
+def nvfp4_seconds(largest: float, native: Sequence[float | None]) -> list[float]:
+    """Second-level scale of each part of a device matrix.
+
+    Args:
+        largest: Magnitude of the quantised parts' largest weight.
+        native: Of each part its own where it is NVFP4 already, else None.
+    """
+    wanted = second_scale_of(largest)
+    own = next((value for value in native if value is not None), None)
+    if own is not None:
+        wanted = own * 2.0 ** math.ceil(math.log2(wanted / own))
+    return [wanted if value is None else value for value in native]
+
+
+def stored_bytes(target: str, device: U8, global_scale: float, seconds: Sequence[float], part: int) -> U8 | None:
+    """The scale bytes a checkpoint of the target format would have; None where the global scale is impossible.
+
+    A device byte that is none of the format's scales becomes 255, which no ladder has.
+    """
+    table = np.full(256, 255, np.uint8)
+    if target == "mxfp4":
+        shift = -round(math.log2(global_scale))
+        bytes_ = np.arange(256) - shift
+        usable = (bytes_ >= 0) & (bytes_ < 255)
+        table[usable] = bytes_[usable]
+        return np.asarray(table[device], np.uint8)
+    if target == "nf3":
+        values = scale_bytes.DEVICE_VALUES * 16
+    else:
+        largest = max(seconds)
+        factor = largest * 2.0**scale_bytes.NVFP4_GLOBAL_EXPONENT / global_scale
+        if math.frexp(factor)[0] != 0.5:
+            return None
+        values = scale_bytes.DEVICE_VALUES / (128 * factor) * (largest / seconds[part])
+    order = np.argsort(e4m3.VALUES[:0x7F])
+    at = np.clip(np.searchsorted(e4m3.VALUES[:0x7F][order], values), 0, 0x7E)
+    with np.errstate(invalid="ignore"):
+        hit = e4m3.VALUES[:0x7F][order][at] == values
+    table[hit] = order[at][hit]
+    return np.asarray(table[device], np.uint8)
+
+
+def _ladder(target: str, second: float) -> ScaleLadder:
+    if target == "mxfp4":
+        return mxfp4_ladder()
+    return nf3_ladder(nf3.SCALE_LIMIT) if target == "nf3" else nvfp4_ladder(second)
+
+
+def check_part(
+    target: str, method: str, weights: F32, codes: U8, scales: U8, second: float, levels: F32, quality: Quality
+) -> list[Fault]:
+    """Hold a rank's part of a matrix against its weights.
+
+    Args:
+        target: ``nvfp4``, ``mxfp4`` or ``nf3``.
+        method: By which it was quantised.
+        weights: f32 [R, K], what the source stores, contiguous.
+        codes: u8 [R, bytes], unpacked.
+        scales: u8 [R, groups], as ``stored_bytes`` gives them.
+        second: Second-level scale.
+        levels: f32 [8] of NF3.
+        quality: Its sums are added to.
+    """
+    group = 16 if target == "nvfp4" else 32
+    ladder = _ladder(target, second)
+    unknown = scales == 255
+    if unknown.any():
+        row, at = map(int, np.argwhere(unknown)[0])
+        return [Fault(f"{int(unknown.sum())} scales are none the format has", row, at, "group")]
+    higher = ladder.higher.copy()
+    if target == "nvfp4":
+        higher[0] = 0  # a block too small for the kernel is zero, whatever its scale was
+    found = np.zeros(6, np.int64)
+    examine(
+        weights, codes, scales, 3 if target == "nf3" else 4, group, levels if target == "nf3" else FP4_LEVELS,
+        ladder.values, ladder.lower, higher, method in NEAREST, method in LEAST, quality.sums, found,
+    )  # fmt: skip
+    faults = []
+    if found[0]:
+        faults.append(Fault(f"{found[0]} codes are not the nearest levels", int(found[1]), int(found[2]), "column"))
+    if found[3]:
+        what = f"{found[3]} scales have a neighbour of less squared error"
+        faults.append(Fault(what, int(found[4]), int(found[5]), "group"))
+    return faults
