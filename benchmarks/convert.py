@@ -64,7 +64,7 @@ def our_rate(expert: Expert, threads: int) -> float:
 
     def action() -> int:
         if not hasattr(local, "packer"):
-            local.packer = ExpertPacker(GEOMETRY, TP)
+            local.packer = ExpertPacker(GEOMETRY, TP, 2048)
             with TensorReader() as reader:
                 local.stored = local.packer.read(expert, reader)
         for _ in local.packer.pack(expert, local.stored, [1e-3, 1e-3, 1e-3], "benchmark"):

@@ -52,8 +52,8 @@ def command(
 ) -> None:
     """Write a pack from a checkpoint and its bit map.
 
-    Experts stored in their tier's format are moved bit for bit; others are quantised. SRC is a checkpoint folder or a Hub
-    id (org/name[@revision]).
+    Experts stored in their tier's format are moved bit for bit; others are quantised. SRC is a checkpoint folder or a
+    Hub id (org/name[@revision]).
     """
     if options["resume"] and options["overwrite"]:
         raise click.UsageError("--resume goes on with what is there, --overwrite removes it: give one of them")

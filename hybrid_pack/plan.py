@@ -129,16 +129,16 @@ def quantization_notes(source: Checkpoint, layers: Iterable[int], quantization: 
         layer = source.layers[index]
         for tier, ids in (("nf3", layer.tail), (str(layer.kept_format), layer.kept)):
             for expert in ids:
-                stored = {m.format.name for m in layer.experts[expert].matrices}
-                if stored != {tier}:
-                    found[tier, "+".join(sorted(stored))] += 1
+                names: set[str] = {m.format.name for m in layer.experts[expert].matrices}
+                if names != {tier}:
+                    found[tier, "+".join(sorted(names))] += 1
     method = "GPTQ" if quantization.hessians is not None else f"search {quantization.search}"
     notes = [line for given in (quantization.importance, quantization.hessians) if given for line in given.notes]
     for (tier, stored), count in sorted(found.items()):
         what = f"{count} experts become {tier.upper()} from {stored.upper()}"
         if tier == "nf3":
             four_bit = bool({"nvfp4", "mxfp4"} & set(stored.split("+")))
-            loss = f", which is 4-bit already: about 13.5 dB against the original weights instead of 15.8; {FOUR_BIT_SOURCE}"
+            loss = f", 4-bit already: about 13.5 dB against the original weights instead of 15.8; {FOUR_BIT_SOURCE}"
             notes.append(f"{what} ({method}){loss if four_bit else ': about 15.8 dB'}")
         elif stored == "mxfp4":
             notes.append(f"{what}: exactly where their scales allow, else quantised (search {quantization.search})")

@@ -256,6 +256,7 @@ def _moved(one: _One, given: _Given) -> Part:
     """Codes and scales as they are stored, row by row."""
     rows = canonical_rows(given.matrix, given.codes, given.scales, one.where)
     form = given.matrix.format if one.target is NF3 else one.target  # NF3 has a dialect with other scale bytes
+    assert given.scales is not None  # formats a pack can hold have scales
     codes, scales = Rows.within(given.codes, rows.codes), Rows.within(given.scales, rows.scales)
     return Part(given.matrix, form, codes, scales, given.second)
 

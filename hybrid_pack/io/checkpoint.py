@@ -19,7 +19,8 @@ from hybrid_pack.io.shards import Located, Shards, read_shards
 from hybrid_pack.io.tiers import KeptFormat, Layer, open_layer, tiers
 
 __all__ = [
-    "Checkpoint", "Expert", "KeptFormat", "Layer", "Matrix", "RowView", "SourceOptions", "open_checkpoint", "source_name",
+    "Checkpoint", "Expert", "KeptFormat", "Layer", "Matrix", "RowView", "SourceOptions", "open_checkpoint",
+    "source_name",
 ]  # fmt: skip
 
 HUB_CACHE_FOLDER = re.compile(r"models--([^/]+?)--([^/]+)")

@@ -137,7 +137,7 @@ class Packed:
 
     def width(self, array: U8, columns: int) -> int:
         """Bytes of a row that stand for its first columns."""
-        return array.shape[1] * columns // self.columns
+        return int(array.shape[1]) * columns // self.columns
 
 
 Given = tuple[str, Matrix, float]
