@@ -84,6 +84,12 @@ class Run:
         self.stopped = threading.Event()
         self._lock = threading.Lock()
 
+    def worker(self) -> Worker:
+        """What a new thread has for itself."""
+        plan = self.plan
+        packer = ExpertPacker(plan.geometry, plan.topology.tensor_parallel, plan.source.intermediate)
+        return Worker(Encoder(plan, self._hessians), packer)
+
     def all(self, tasks: Iterator[Task]) -> int:
         """Carry out tasks in order of their start; the first failure stops the others.
 
@@ -92,9 +98,7 @@ class Run:
         """
 
         def work() -> int:
-            plan = self.plan
-            packer = ExpertPacker(plan.geometry, plan.topology.tensor_parallel, plan.source.intermediate)
-            worker = Worker(Encoder(plan, self._hessians), packer)
+            worker = self.worker()
             total = 0
             try:
                 while not self.stopped.is_set():

@@ -246,8 +246,6 @@ def _gate_up(where: str, matrix: Matrix, biased: bool, config: ModelConfig) -> t
         raise DataError(f"{where}: gate and up together", where=matrix.codes, expected="even rows", found=matrix.rows)
     if not interleaved:
         return _half(matrix, 0), _half(matrix, 1)
-    if matrix.format.row_group > 1:
-        return Unsupported(f"{matrix.name}: alternating gate and up rows share the scales of {matrix.format.name}")
     views = (replace(matrix.view, first_row=i, row_step=2) for i in range(2))
     gate, up = (replace(matrix, rows=matrix.rows // 2, view=view) for view in views)
     return gate, up

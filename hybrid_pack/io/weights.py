@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hybrid_pack.errors import DataError
 from hybrid_pack.formats import checks, decode_kernels
@@ -49,11 +48,9 @@ class NativeRows:
 def _turned(stored: U8, width: int, unit: int, first: int, step: int, count: int) -> U8:
     """Rows u8 [count, width] of bytes stored as [width / unit, stored rows] elements of ``unit`` bytes."""
     kind = {1: np.uint8, 2: np.uint16, 4: np.uint32}[unit]
-    source: NDArray[np.unsignedinteger] = stored.view(kind).reshape(width // unit, -1)
-    out = np.empty((count, width // unit), kind)
-    decode_kernels.turn(source, first, step, out)
-    turned: U8 = out.view(np.uint8)
-    return turned
+    out = np.empty((count, width), np.uint8)
+    decode_kernels.turn(stored.view(kind).reshape(width // unit, -1), first, step, out.view(kind))
+    return out
 
 
 def _pick(matrix: Matrix, stored: U8, width: int, unit: int, first_row: int, count: int) -> U8:
@@ -62,8 +59,8 @@ def _pick(matrix: Matrix, stored: U8, width: int, unit: int, first_row: int, cou
     first = view.first_row + first_row * view.row_step
     if view.transposed:
         return _turned(stored, width, unit, first, view.row_step, count)
-    rows = stored.reshape(-1, width)
-    return rows[first : first + (count - 1) * view.row_step + 1 : view.row_step]
+    rows: U8 = stored.reshape(-1, width)[first : first + (count - 1) * view.row_step + 1 : view.row_step]
+    return rows
 
 
 def _canonical(form: SourceFormat, scales: U8, matrix: Matrix, where: str) -> U8:

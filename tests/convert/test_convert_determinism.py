@@ -41,9 +41,9 @@ def test_unequal_thread_speeds(sources: Sources, tmp_path: Path, monkeypatch: py
     pack(root, tmp_path / "one", 2, workers=1)
     real = ShardFile.put
 
-    def put(self: ShardFile, expert: int, packed: Any) -> None:
+    def put(self: ShardFile, expert: int, packed: Any, encoding: Any) -> None:
         time.sleep(0.003 * (expert % 3))
-        real(self, expert, packed)
+        real(self, expert, packed, encoding)
 
     monkeypatch.setattr(ShardFile, "put", put)
     pack(root, tmp_path / "many", 2, workers=8)

@@ -141,13 +141,11 @@ def test_the_journal_stays_usable_for_the_other_threads(
 
 def ignore_failures(self: Any, tasks: Iterator[Any]) -> int:
     """All tasks, one after another, whatever happens."""
-    from hybrid_pack.convert.expert import ExpertPacker
-
-    packer = ExpertPacker(self.plan.geometry, self.plan.topology.tensor_parallel)
+    worker = self.worker()
     total = 0
     for task in tasks:
         try:
-            total += task(packer)
+            total += task(worker)
         except OSError as error:
             assert error.errno == errno.ENOSPC
     return total
