@@ -172,12 +172,17 @@ def test_paths_of_shards() -> None:
 @pytest.mark.parametrize(("hidden", "share"), GEOMETRIES)
 @pytest.mark.parametrize("form", ["e4m3_k16", "e8m0_k32"])
 @pytest.mark.parametrize(("kept", "tail"), [(1, 1), (64, 192), (3, 0), (0, 5), (300, 1)])
-def test_tensors_their_order_and_header(hidden: int, share: int, form: Any, kept: int, tail: int) -> None:
-    tiles = reader.tiles_of(hidden, share)
-    assert tiles is not None
-    geometry = RankGeometry(hidden, share, tiles)  # type: ignore[arg-type]
+@pytest.mark.parametrize("gated", [True, False])
+def test_tensors_their_order_and_header(
+    hidden: int, share: int, form: Any, kept: int, tail: int, gated: bool
+) -> None:
+    tiles = reader.tiles_of(hidden, share, 1 + gated)
+    if tiles is None:
+        assert not gated and tiles_for(hidden, share, gated) is None
+        return
+    geometry = RankGeometry(hidden, share, tiles, gated)  # type: ignore[arg-type]
     ours = shard_tensors(geometry, kept, tail, form if kept else None)
-    theirs = reader.tensors_of(hidden, share, kept, tail, form)
+    theirs = reader.tensors_of(hidden, share, kept, tail, form, 1 + gated)
     assert [(t.name, t.dtype, t.shape) for t in ours] == [(t.name, t.dtype, t.shape) for t in theirs]
     assert shard_header(ours) == reader.header_of(theirs)
 
@@ -209,8 +214,9 @@ def test_header_example() -> None:
 
 def test_tiles() -> None:
     sizes = [*range(32, 1100, 32), 1536, 2048, 3072, 3584, 4096, 6144, 7168]
-    found = {(h, s): reader.tiles_of(h, s) for h in sizes for s in sizes}
-    assert found == {(h, s): tiles_for(h, s) for h in sizes for s in sizes}
+    found = {(h, s): reader.tiles_of(h, s) for h in sizes for s in sizes if s % ROW_BLOCK == 0}
+    assert found == {at: tiles_for(*at) for at in found}
+    assert {at: reader.tiles_of(*at, 1) for at in found} == {at: tiles_for(*at, gated=False) for at in found}
     assert len(set(found.values())) == len(page.TILES) + 1
 
 

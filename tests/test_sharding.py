@@ -113,7 +113,7 @@ def test_legal_sizes() -> None:
         (
             *(2048, 768, 128, Topology(8)),
             "--tp: tensor-parallel size 8 is not possible: a rank's share 768/8 = 96 is not a multiple of 64;"
-            " legal sizes: 1, 2, 3, 4, 6, 12",
+            " legal sizes: 1, 2, 3, 4, 6, 12; or --pad, to 1024",
         ),
         (
             *(2880, 2880, 32, Topology(1)),

@@ -82,7 +82,7 @@ CASES = {
     "no_out": Case("convert source", 2, r"^hybrid-pack: convert: Missing option '--out'"),
     "tp_no_number": Case(f"{CONVERT} --tp two", 2, r"Invalid value for '--tp': 'two' is not a valid integer"),
     "tp_zero": Case(f"{CONVERT} --tp 0", 2, r"--tp: a parallel size must be at least 1 \(found 0\)"),
-    "tp_illegal": Case(f"{CONVERT} --tp 4", 2, r"--tp: tensor-parallel size 4 is not possible: .*; legal sizes: 1, 2$"),
+    "tp_illegal": Case(f"{CONVERT} --tp 4", 2, r"--tp: tensor-parallel size 4 is not possible: .*; legal sizes: 1, 2; or --pad, to \d+$"),
     "ep_negative": Case(f"{CONVERT} --ep -1", 2, r"--ep: a parallel size must be at least 1 \(found -1\)"),
     "ep_illegal": Case(f"{CONVERT} --ep 3", 2, r"--ep: .* 4 experts are not divisible by 3; legal sizes: 1, 2, 4$"),
     "layers_backwards": Case(f"{CONVERT} --layers 2-1", 2, r"'--layers': '2-1' is not a list such as 3-5,78"),
@@ -140,7 +140,7 @@ CASES = {
     "truncated": Case(
         CONVERT, 1, r"source/model-.*: the file is truncated \(expected \d+ bytes, found \d+\)", truncate
     ),
-    "no_bit_map_file": Case(f"{CONVERT} --bit-map nowhere.json", 1, r"nowhere.json: no such file"),
+    "no_bit_map_file": Case(f"{CONVERT} --bit-map nowhere.json", 2, r"'nowhere.json' does not exist"),
     "bit_map_file": Case(f"{CONVERT} --bit-map map.json", 1, r"layer 1 of the bit map", put("map.json", '{"1": [3]}')),
     "nan_scale": Case(
         CONVERT, 1, r"layers\.2\.mlp\.experts\.3\.down_proj.*: layer 2 expert 3: scale \[0, 0\]", nan_scale

@@ -42,9 +42,9 @@ def need(check: int, condition: object, what: str) -> None:
         raise Wrong(check, what)
 
 
-def tiles_of(h: int, s: int) -> tuple[int, ...] | None:
+def tiles_of(h: int, s: int, f: int = 2) -> tuple[int, ...] | None:
     for row in page.TILES:
-        if page.evaluate(page.only(row["condition"]), H=h, S=s):
+        if page.evaluate(page.only(row["condition"]), H=h, S=s, F=f):
             return tuple(int(row[column]) for column in ("fc1_k", "fc1_n", "fc2_k", "fc2_n"))
     return None
 
@@ -60,9 +60,9 @@ class Tensor:
         return math.prod(self.shape) * ITEM[self.dtype][1]
 
 
-def tensors_of(h: int, s: int, kept: int, tail: int, kept_scale_format: str | None) -> list[Tensor]:
+def tensors_of(h: int, s: int, kept: int, tail: int, kept_scale_format: str | None, f: int = 2) -> list[Tensor]:
     """Tensors of a shard in file order."""
-    names = {"H": h, "S": s, "Ek": kept, "Et": tail, "G": GROUP.get(kept_scale_format or "", 0)}
+    names = {"H": h, "S": s, "F": f, "Ek": kept, "Et": tail, "G": GROUP.get(kept_scale_format or "", 0)}
     found = []
     for row in page.TENSORS:
         name = page.only(row["name"])
@@ -140,13 +140,15 @@ def walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 def _has_type(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
-        return False
+        return kind == "boolean"
     if kind.startswith("array of "):
         inner = kind.removeprefix("array of ").removesuffix("s")
         return isinstance(value, list) and all(_has_type(item, inner) for item in value)
     if kind == "number":
         return isinstance(value, int | float)
-    return any(isinstance(value, _JSON_TYPES[name]) for name in kind.split(" or "))
+    if " or " in kind:
+        return any(_has_type(value, name) for name in kind.split(" or "))
+    return kind != "boolean" and isinstance(value, _JSON_TYPES[kind])
 
 
 def _check_keys(document: dict[str, Any]) -> None:
@@ -182,6 +184,11 @@ class Pack:
         )
 
     @property
+    def halves(self) -> int:
+        """F of section 1."""
+        return 2 if self.manifest["layout"]["w13_order"] == "gate_up" else 1
+
+    @property
     def hidden(self) -> int:
         return int(self.manifest["geometry"]["hidden_size"])
 
@@ -196,7 +203,7 @@ class Pack:
     def tensors(self, layer: int, rank: int) -> list[Tensor]:
         ids = self.ids(layer, rank)
         kept_format = self.manifest["layers"][str(layer)]["kept_scale_format"]
-        return tensors_of(self.hidden, self.share, len(ids["kept"]), len(ids["tail"]), kept_format)
+        return tensors_of(self.hidden, self.share, len(ids["kept"]), len(ids["tail"]), kept_format, self.halves)
 
 
 def open_pack(root: Path) -> Pack:
@@ -212,12 +219,13 @@ def open_pack(root: Path) -> Pack:
     need(1, text[-TAIL_BYTES:] == tail_of(text[:-TAIL_BYTES]), "self_digest")
     _check_keys(document)
     layout, geometry = document["layout"], document["geometry"]
-    for key in ("abi", "kept_weight_layout", "tail_weight_layout", "tail_scale_format", "w13_order"):
+    for key in ("abi", "kept_weight_layout", "tail_weight_layout", "tail_scale_format"):
         need(1, layout[key] == page.ticked(page.rule(f"layout.{key}") or "")[0], f"layout.{key}")
+    need(1, layout["w13_order"] in page.ticked(page.rule("layout.w13_order") or ""), "layout.w13_order")
     levels = layout["nf3_levels"]
     need(1, len(levels) == 8 and levels == sorted(set(levels)), "levels")
     pack = Pack(root, document)
-    need(1, tuple(layout["tiles"]) == tiles_of(pack.hidden, pack.share), "tiles")
+    need(1, tuple(layout["tiles"]) == tiles_of(pack.hidden, pack.share, pack.halves), "tiles")
     for tiers in document["layers"].values():
         need(1, sorted(tiers["kept"] + tiers["tail"]) == list(range(geometry["num_experts"])), "not each expert once")
     _check_shard_entries(pack)

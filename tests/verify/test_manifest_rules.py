@@ -48,7 +48,31 @@ def no_base(document: Document) -> None:
     document["base"]["files"] = []
 
 
+def quantized(document: Document, **changes: Any) -> None:
+    """Say that the first tail expert of the first layer was quantised, with something wrong."""
+    layer, tiers = next((int(k), v) for k, v in document["layers"].items() if v["tail"])
+    entry = {
+        "layer": layer, "tier": "tail", "method": "mse", "sources": ["bf16"], "experts": tiers["tail"][:1],
+        "sqnr_db": [15.5], "tier_sqnr_db": 15.5, "groups": 8, "groups_zero_scale": 0, "scales_subnormal": 0,
+        "scales_saturated": 0,
+    }  # fmt: skip
+    document["report"]["experts_quantized"] = [entry | changes]
+
+
+def quantized_twice(document: Document) -> None:
+    quantized(document)
+    document["report"]["experts_quantized"] *= 2
+
+
 RULES: list[tuple[str, Edit, str]] = [
+    # what was quantised
+    ("quantised tier twice", quantized_twice, "experts_quantized is not in order"),
+    ("quantised layer that is not there", lambda d: quantized(d, layer=77), "experts_quantized of layer 77 tail.*ids"),
+    ("quantised expert of the other tier", lambda d: quantized(d, tier="kept"), "experts_quantized of layer .* kept.*ids"),
+    ("quantised, no expert", lambda d: quantized(d, experts=[]), "experts_quantized of layer .* tail.*ascending"),
+    ("quantised, errors missing", lambda d: quantized(d, sqnr_db=[]), "sqnr_db .expected 1, found 0"),
+    ("quantised, counts", lambda d: quantized(d, groups_zero_scale=9), "counts .expected at most 8, found 9"),
+    ("cast too often", lambda d: d["report"].update(experts_cast=99), "experts_cast is above the number of kept NVFP4"),
     # layout, topology, geometry
     ("another abi", lambda d: d["layout"].update(abi="b12x-9"), r"layout\.abi is not one .*found b12x-9"),
     (
