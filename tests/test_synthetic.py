@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,27 +13,24 @@ from numpy.typing import NDArray
 
 from hybrid_pack.errors import UsageError
 from hybrid_pack.io.checkpoint import Matrix, open_checkpoint
+from hybrid_pack.io.reader import TensorReader
+from hybrid_pack.io.weights import read_matrix, stored_rows
 from hybrid_pack.synthetic import SIGMA, Spec, bit_map, read_tensor, write_checkpoint
 from tests.checkpoints import SMALL
-from tests.reference.source import dequantize
+
+KINDS: tuple[Any, ...] = (
+    "nvfp4", "mxfp4", "ct_nvfp4", "ct_mxfp4", "mxfp8", "mxfp8_inv", "fp8_block", "fp8_row", "fp8_tensor", "bf16", "f16",
+    "f32",
+)  # fmt: skip
 
 
 def contents(root: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in root.iterdir()}
 
 
-def raw(root: Path, name: str) -> NDArray[np.uint8]:
-    _, shape, data = read_tensor(root, name)
-    return np.frombuffer(data, np.uint8).reshape(shape)
-
-
-def weights(root: Path, matrix: Matrix) -> NDArray[np.float64]:
-    name = "nf3_times_16" if matrix.format.scale_times_16 else matrix.format.name
-    second = 1.0
-    if matrix.second is not None:
-        second = float(np.frombuffer(read_tensor(root, matrix.second.header.name)[2], np.float32)[0])
-    codes, scales = (raw(root, at.header.name) for at in (matrix.codes, matrix.scales))
-    return np.asarray(dequantize(name, codes, scales, second))
+def weights(matrix: Matrix) -> NDArray[np.float32]:
+    with TensorReader() as reader:
+        return read_matrix(reader, matrix, "here")
 
 
 def test_same_seed_same_bytes(small_checkpoint: Path, tmp_path: Path) -> None:
@@ -55,25 +53,35 @@ def test_the_default_is_small(tmp_path: Path) -> None:
         Spec(num_experts=4),
         Spec(num_experts=4, kept_format="mxfp4", nf3_scales="e4m3_x16"),
         Spec(num_experts=4, kept_format="mxfp4", family=1),
+        *(Spec(num_experts=4, stored=(kind,)) for kind in KINDS),
+        Spec(num_experts=4, family=8),
+        Spec(num_experts=4, stored=("nvfp4", "bf16", "fp8_block"), mix_matrices=True, mtp_layer=False),
+        *(Spec(num_experts=4, family=family) for family in range(11, 16)),
+        Spec(num_experts=4, variant="qwen3_vl_moe"),
+        Spec(num_experts=4, family=14, stored=("nvfp4",)),
     ],
-    ids=["nvfp4", "mxfp4 and kquant", "DeepSeek-V4"],
+    ids=lambda spec: f"{spec.model.model_type} {'+'.join(spec.published) or spec.kept_format} {spec.nf3_scales}",
 )
 def test_weights_are_plausible(tmp_path: Path, spec: Spec) -> None:
     write_checkpoint(tmp_path, spec)
     seen = set()
     zeros = 0
-    for layer in open_checkpoint(tmp_path).layers.values():
+    source = open_checkpoint(tmp_path, require_map=False)
+    for layer in source.layers.values():
         for expert in layer.experts.values():
             for matrix in expert.matrices:
-                w = weights(tmp_path, matrix)
+                w = weights(matrix)
                 assert w.shape == (matrix.rows, matrix.columns)
                 assert np.isfinite(w).all()
-                assert SIGMA / 2 < w.std() < SIGMA * 2 and abs(w.mean()) < SIGMA / 20
-                scales = raw(tmp_path, matrix.scales.header.name)
-                zeros += int((scales == 0).sum()) if matrix.format.name != "mxfp4" else 0
-                seen.add(raw(tmp_path, matrix.codes.header.name).tobytes())
-    assert zeros > 0
-    assert len(seen) == 3 * 3 * 4
+                assert SIGMA / 3 < w.std() < SIGMA * 3 and abs(w.mean()) < SIGMA / 20
+                if matrix.format.name in ("nvfp4", "nf3"):
+                    with TensorReader() as reader:
+                        scales = stored_rows(reader, matrix).scales
+                    assert scales is not None
+                    zeros += int((scales == 0).sum())
+                seen.add(w.tobytes())
+    assert zeros > 0 or set(spec.published) - {"nvfp4", "ct_nvfp4"}
+    assert len(seen) == sum(len(e.matrices) for layer in source.layers.values() for e in layer.experts.values())
 
 
 @pytest.mark.parametrize(
@@ -122,7 +130,18 @@ def test_map(tmp_path: Path) -> None:
         read_tensor(tmp_path, "no such tensor")
 
 
-@pytest.mark.parametrize("options", [{"hidden": 100}, {"intermediate": 0}, {"kept": 9}, {"moe_layers": ()}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hidden": 100},
+        {"intermediate": 0},
+        {"kept": 9},
+        {"moe_layers": ()},
+        {"family": 14, "stored": ("nf3",)},
+        {"family": 12, "stored": ("bf16", "f16")},
+    ],
+    ids=str,
+)
 def test_impossible_specs(options: dict[str, int]) -> None:
     with pytest.raises(UsageError):
         replace(Spec(), **options)

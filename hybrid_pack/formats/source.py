@@ -221,11 +221,13 @@ def _eight_bits(fields: Mapping[str, Header]) -> Detected | Unsupported:
     dtype, scale = fields[field]
     if len(scale) == 4 and scale[1] == scale[3] == 1:  # ModelOpt keeps the blocks' own dimensions
         scale = (scale[0], scale[2])
+    # Where a matrix is one block, block and tensor mean the same, and only the name says which it is called.
     blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+    one = ((1, 1), "weight_scale")
     found: SourceFormat | None = None
     if dtype in _E8M0 and columns % 32 == 0 and scale == (rows, columns // 32):
         found = SourceFormat("mxfp8", "weight", field, None, 32)
-    elif scale == blocks and dtype in {*_SCALE_FLOATS, "F8_E8M0"} and (scale != (1, 1) or dtype not in _SCALE_FLOATS):
+    elif scale == blocks and (dtype == "F8_E8M0" or (dtype in _SCALE_FLOATS and (scale, field) != one)):
         found = SourceFormat("fp8_block", "weight", field, None, FP8_BLOCK, row_group=FP8_BLOCK, scale_dtype=dtype)
     elif dtype in _SCALE_FLOATS and scale in ((), (1,), (1, 1)):
         found = SourceFormat("fp8_tensor", "weight", field, None, 0, row_group=0, scale_dtype=dtype)

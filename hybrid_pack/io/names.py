@@ -97,13 +97,15 @@ class ExpertName:
 
 
 @lru_cache(maxsize=1)
-def _patterns() -> tuple[tuple[Family, re.Pattern[str]], ...]:
+def _patterns() -> tuple[tuple[Family, re.Pattern[str], dict[str, str]], ...]:
+    """(family, pattern of its tensors, role of each projection)."""
     number = "(0|[1-9][0-9]{0,5})"
     patterns = []
     for family in FAMILIES:
         prefix = re.escape(family.prefix).replace(r"\{L\}", number).replace(r"\{E\}", number)
         field = r"(?:[._]([A-Za-z0-9_]+))?" if family.fused else r"\.([A-Za-z0-9_]+)"
-        patterns.append((family, re.compile(rf"{prefix}\.({'|'.join(family.names)}){field}")))
+        roles = {name: role for role, name in family.projections}
+        patterns.append((family, re.compile(rf"{prefix}\.({'|'.join(roles)}){field}"), roles))
     return tuple(patterns)
 
 
@@ -111,12 +113,12 @@ def parse(name: str) -> ExpertName | None:
     """The expert a tensor belongs to, or None for every other tensor."""
     if ".experts." not in name and ".moe." not in name:
         return None
-    for family, pattern in _patterns():
+    for family, pattern, roles in _patterns():
         match = pattern.fullmatch(name)
         if match:
             layer, *expert, projection, field = match.groups()
-            role = family.roles[family.names.index(projection)]
-            return ExpertName(family, int(layer), int(expert[0]) if expert else None, role, field or "weight")
+            number = int(expert[0]) if expert else None
+            return ExpertName(family, int(layer), number, roles[projection], field or "weight")
     return None
 
 

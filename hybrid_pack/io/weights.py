@@ -45,6 +45,14 @@ class NativeRows:
     scales: U8
 
 
+def _rows(matrix: Matrix, first_row: int, count: int | None) -> int:
+    """How many rows are meant."""
+    found = matrix.rows - first_row if count is None else count
+    if first_row < 0 or found < 1 or first_row + found > matrix.rows:
+        raise ValueError(f"{matrix.name} has {matrix.rows} rows, not {first_row} to {first_row + found}")
+    return found
+
+
 def _turned(stored: U8, width: int, unit: int, first: int, step: int, count: int) -> U8:
     """Rows u8 [count, width] of bytes stored as [width / unit, stored rows] elements of ``unit`` bytes."""
     kind = {1: np.uint8, 2: np.uint16, 4: np.uint32}[unit]
@@ -59,8 +67,8 @@ def _pick(matrix: Matrix, stored: U8, width: int, unit: int, first_row: int, cou
     first = view.first_row + first_row * view.row_step
     if view.transposed:
         return _turned(stored, width, unit, first, view.row_step, count)
-    rows: U8 = stored.reshape(-1, width)[first : first + (count - 1) * view.row_step + 1 : view.row_step]
-    return rows
+    picked: U8 = stored.reshape(-1, width)[first : first + (count - 1) * view.row_step + 1 : view.row_step]
+    return picked
 
 
 def _canonical(form: SourceFormat, scales: U8, matrix: Matrix, where: str) -> U8:
@@ -68,7 +76,7 @@ def _canonical(form: SourceFormat, scales: U8, matrix: Matrix, where: str) -> U8
     if form.scale_bias == 127:
         return scales
     check_scales(matrix, scales, where)
-    return scales + np.uint8(127 - form.scale_bias)
+    return np.add(scales, 127 - form.scale_bias, dtype=np.uint8)
 
 
 def pick_rows(matrix: Matrix, codes: U8, scales: U8 | None, first_row: int = 0, count: int | None = None) -> StoredRows:
@@ -83,7 +91,7 @@ def pick_rows(matrix: Matrix, codes: U8, scales: U8 | None, first_row: int = 0, 
         first_row: First row of the matrix.
         count: Rows; by default all that follow.
     """
-    form, count = matrix.format, matrix.rows - first_row if count is None else count
+    form, count = matrix.format, _rows(matrix, first_row, count)
     unit = max(form.bits // 8, 1)
     picked = _pick(matrix, codes, form.code_bytes(matrix.columns), unit, first_row, count)
     if scales is None:
@@ -124,7 +132,7 @@ def stored_rows(reader: TensorReader, matrix: Matrix, first_row: int = 0, count:
         EnvironmentFailure: The system could not read.
     """
     form, view = matrix.format, matrix.view
-    count = matrix.rows - first_row if count is None else count
+    count = _rows(matrix, first_row, count)
     if view.transposed:
         scales = None if matrix.scales is None else _read(reader, matrix.scales)
         return pick_rows(matrix, _read(reader, matrix.codes), scales, first_row, count)
@@ -231,7 +239,6 @@ def read_matrix(
         DataError: A scale that is refused, a weight that is no finite number; the file ends early.
         EnvironmentFailure: The system could not read.
     """
-    count = matrix.rows - first_row if count is None else count
     rows = stored_rows(reader, matrix, first_row, count)
     return decode_stored(matrix, rows, second_scale(reader, matrix, where), where, out, first_row, levels)
 

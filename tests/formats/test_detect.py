@@ -150,6 +150,8 @@ def fp8(*scale_header: Any, name: str = "weight_scale_inv", shape: tuple[int, in
         (fp8("F32", 1, 1, name="weight_scale", shape=(300, 640)), TENSOR),
         (fp8("F32", 1, 1, name="weight_scale", shape=(300, 96)), TENSOR),
         (fp8("F32", 3, 1, shape=(300, 96)), BLOCK),
+        (fp8("F32", 1, 1, shape=(128, 96)), BLOCK),
+        (fp8("F32", 1, 1, name="weight_scale", shape=(128, 96)), TENSOR),
     ],
 )
 def test_wide_formats(fields: Fields, expected: SourceFormat) -> None:

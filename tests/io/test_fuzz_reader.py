@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,17 @@ VALUES = st.recursive(
 )
 
 
-@pytest.fixture(scope="module")
-def victim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+SPECS = {
+    "hybrid": SPEC,
+    "gpt-oss": replace(SPEC, family=11),
+    "wide": replace(SPEC, family=8, stored=("fp8_block", "bf16", "ct_nvfp4"), mix_matrices=True, mtp_layer=False),
+}
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def victim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("fuzz") / "victim"
-    write_checkpoint(root, SPEC)
+    write_checkpoint(root, SPECS[request.param])
     return root
 
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from hybrid_pack.io.config import CONFIG, HF_QUANT_CONFIG, read_config
+from hybrid_pack.io.checkpoint import BIAS_MARK
+from hybrid_pack.io.config import CONFIG, HF_QUANT_CONFIG, is_gated, read_config
 from hybrid_pack.io.excludes import matches
 from hybrid_pack.io.names import FAMILIES
+from hybrid_pack.runtime.activation import GatedSilu, parse_activation
 
 SHARED = Path(os.environ.get("HYBRID_PACK_SHARED", Path(__file__).parents[3] / "shared"))
 CONFIGS = SHARED / "data" / "configs"
@@ -42,6 +44,10 @@ GEOMETRY = {
     "google--gemma-4-26B-A4B": (2816, 704, 128, 8, 30),
     "meta-llama--Llama-4-Scout-17B-16E-Instruct": (5120, 8192, 16, 1, 48),
     "openai--gpt-oss-120b": (2880, 2880, 128, 4, 36),
+    "nvidia--NVIDIA-Nemotron-3-Super-120B-A12B-FP8": (1024, 2688, 512, 22, 88),
+    "nvidia--NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": (2048, 5120, 512, 22, 0),
+    "nvidia--NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4": (2688, 1856, 128, 6, 52),
+    "stepfun-ai--Step-3.7-Flash-FP8": (4096, 1280, 288, 8, 45),
 }
 """Experts' hidden and intermediate size, experts, top-k, decoder layers: what the models' cards say."""
 
@@ -111,12 +117,65 @@ def minimal(root: Path, **values: Any) -> Path:
         ({"hidden_act": "silu", "swiglu_limit": 10**400}, "silu"),
         ({"hidden_act": "silu", "swiglu_limit": True}, "silu"),
         ({"hidden_act": "swigluoai", "swiglu_limit": 7.0, "swiglu_alpha": 1.702}, "swigluoai(alpha=1.702, limit=7.0)"),
+        ({"hidden_act": "silu", "model_type": "gpt_oss", "swiglu_limit": 7.0}, "swigluoai(alpha=1.702, limit=7.0)"),
+        ({"hidden_act": "silu", "model_type": "gpt_oss"}, "swigluoai(alpha=1.702, limit=7.0)"),
+        ({"hidden_act": "silu", "model_type": "minimax_m3", "swiglu_limit": 6.0, "swiglu_alpha": 1.5},
+         "swigluoai(alpha=1.5, limit=6.0)"),
+        ({"hidden_act": "silu", "model_type": "deepseek_v4", "swiglu_limit": 10.0}, "silu(limit=10.0)"),
+        ({"hidden_act": "silu", "model_type": "llama4_text"}, "silu(router_weight=input)"),
+        ({"swiglu_limits": [None, 0, 0.0]}, "silu"),
+        ({"swiglu_limits": [0, 7, None, 7.5]}, "swiglustep(1=7.0, 3=7.5)"),
         ({"hidden_act": "situ", "activation_situ_beta": 4, "activation_situ_linear_beta": 25},
          "situ(beta=4.0, linear_beta=25.0)"),
     ],
 )  # fmt: skip
 def test_activation(tmp_path: Path, values: dict[str, Any], activation: str) -> None:
     assert read_config(minimal(tmp_path, **values)).activation == activation
+
+
+@pytest.mark.parametrize(
+    ("activation", "gated"),
+    [("relu2", False), ("silu", True), ("silu(limit=10.0)", True), ("swigluoai(alpha=1.702, limit=7.0)", True)],
+)
+def test_activations_with_a_gate(activation: str, gated: bool) -> None:
+    assert is_gated(activation) == gated
+
+
+@pytest.mark.parametrize(
+    "activation",
+    ["silu(router_weight=input)", "swiglustep(1=7.0)", "swigluoai(alpha=1.702, limit=7.0)", "silu" + BIAS_MARK,
+     "silu(limit=10.0)" + BIAS_MARK, "relu2", "situ(beta=4.0, linear_beta=25.0)", "gelu_pytorch_tanh"],
+)  # fmt: skip
+def test_what_is_no_plain_silu_is_never_taken_for_one(activation: str) -> None:
+    found = parse_activation(activation)
+    assert found is None or type(found) is not GatedSilu
+
+
+def test_keys_of_step(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text(
+        json.dumps({"hidden_size": 64, "moe_intermediate_size": 32, "moe_num_experts": 288, "moe_top_k": 8})
+    )
+    config = read_config(tmp_path)
+    assert (config.num_experts, config.top_k) == (288, 8)
+
+
+ACTIVATIONS = {
+    "openai--gpt-oss-120b": "swigluoai(alpha=1.702, limit=7.0)",
+    "MiniMaxAI--MiniMax-M3": "swigluoai(alpha=1.702, limit=7.0)",
+    "deepseek-ai--DeepSeek-V4-Flash": "silu(limit=10.0)",
+    "meta-llama--Llama-4-Scout-17B-16E-Instruct": "silu(router_weight=input)",
+    "nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4": "relu2",
+    "nvidia--NVIDIA-Nemotron-3-Super-120B-A12B-FP8": "relu2",
+    "moonshotai--Kimi-K3": "situ(beta=4.0, linear_beta=25.0)",
+    "google--gemma-4-26B-A4B": "gelu_pytorch_tanh",
+    "zai-org--GLM-5.2": "silu",
+}
+
+
+@real
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_of_real_models(tmp_path: Path, name: str) -> None:
+    assert read_config(put(tmp_path, name)).activation == ACTIVATIONS[name]
 
 
 def test_defaults_of_a_minimal_config(tmp_path: Path) -> None:

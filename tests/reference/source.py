@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -100,6 +101,7 @@ def dequantize(
     return np.asarray(np.array(levels)[codes] * (E4M3[block] / divisor), np.float64)
 
 
+@lru_cache(maxsize=1 << 16)
 def number(dtype: str, stored: bytes) -> float:
     """Value of a BF16, F16 or F32 from its bytes: sign, exponent and mantissa bits, infinities and no numbers."""
     exponent_bits, mantissa_bits = {"BF16": (8, 7), "F16": (5, 10), "F32": (8, 23)}[dtype]
@@ -136,14 +138,11 @@ def dequantize_wide(name: WideName, stored: U8, scales: F64) -> F64:
     if name in ("bf16", "f16", "f32"):
         return numbers(name.upper(), stored)
     weights = E4M3[stored]
-    result = np.empty_like(weights)
-    for row in range(weights.shape[0]):
-        for column in range(weights.shape[1]):
-            at = {
-                "mxfp8": (row, column // 32),
-                "fp8_block": (row // BLOCK, column // BLOCK),
-                "fp8_row": (row, 0),
-                "fp8_tensor": (0, 0),
-            }[name]
-            result[row, column] = weights[row, column] * scales[at]
-    return result
+    rows, columns = np.indices(weights.shape)
+    at = {
+        "mxfp8": (rows, columns // 32),
+        "fp8_block": (rows // BLOCK, columns // BLOCK),
+        "fp8_row": (rows, 0),
+        "fp8_tensor": (0, 0),
+    }[name]
+    return np.asarray(weights * scales[at], np.float64)
