@@ -43,19 +43,21 @@ def command(
 
     Exit code 0 if nothing is wrong, 1 if something is, 3 if nothing is but files could not be read.
     """
-    from hybrid_pack.io.checkpoint import Checkpoint, open_checkpoint
     from hybrid_pack.verify import verify_pack
 
     if bit_map is not None and source is None:
         raise click.UsageError("--bit-map is the source's: give --source too", ctx)
-    checkpoint: Checkpoint | Path | None = None
-    if source is not None:
-        checkpoint, name = local_source(source, headers_only=quick)
-        if bit_map is not None:  # without one, verify takes the pack's own for a source that has none
-            checkpoint = open_checkpoint(checkpoint, bit_map_file=bit_map, name=name)
+    checkpoint = None if source is None else local_source(source, headers_only=quick)[0]
     with ByteProgress("verify", quiet=as_json) as progress:
         report = verify_pack(
-            pack, source=checkpoint, quick=quick, rank=rank, layers=layers, workers=workers, progress=progress
+            pack,
+            source=checkpoint,
+            bit_map_file=bit_map,
+            quick=quick,
+            rank=rank,
+            layers=layers,
+            workers=workers,
+            progress=progress,
         )
     if as_json:
         put(json.dumps(report.as_dict(), indent=1))

@@ -344,7 +344,7 @@ def _stays_behind(path: Path) -> bool:
     return path.name not in SMALL_FOLDERS if path.is_dir() else path.name.lower().endswith(WEIGHT_SUFFIXES)
 
 
-def _small_files(root: Path) -> tuple[dict[str, Path], list[str]]:
+def small_files(root: Path) -> tuple[dict[str, Path], list[str]]:
     """(tokenizer, licence, sidecars and the like: everything small that is no weight file; notes)."""
     found: dict[str, Path] = {}
     notes = []
@@ -468,7 +468,7 @@ def make_plan(
     tiles = require_legal(source.hidden, intermediate, source.config.num_experts, topology, gated)
     geometry = RankGeometry(source.hidden, intermediate // topology.tensor_parallel, tiles, gated)
     base = _base(source.base)
-    copied, small_notes = _small_files(source.root)
+    copied, small_notes = small_files(source.root)
     written = {CONFIG: _config(source)}
     if base:
         written[BASE_INDEX] = _index(base)

@@ -173,9 +173,7 @@ def test_paths_of_shards() -> None:
 @pytest.mark.parametrize("form", ["e4m3_k16", "e8m0_k32"])
 @pytest.mark.parametrize(("kept", "tail"), [(1, 1), (64, 192), (3, 0), (0, 5), (300, 1)])
 @pytest.mark.parametrize("gated", [True, False])
-def test_tensors_their_order_and_header(
-    hidden: int, share: int, form: Any, kept: int, tail: int, gated: bool
-) -> None:
+def test_tensors_their_order_and_header(hidden: int, share: int, form: Any, kept: int, tail: int, gated: bool) -> None:
     tiles = reader.tiles_of(hidden, share, 1 + gated)
     if tiles is None:
         assert not gated and tiles_for(hidden, share, gated) is None

@@ -39,6 +39,7 @@ def verify_pack(
     root: str | os.PathLike[str],
     *,
     source: Checkpoint | str | os.PathLike[str] | None = None,
+    bit_map_file: str | os.PathLike[str] | None = None,
     quick: bool = False,
     rank: int | None = None,
     layers: Iterable[int] | None = None,
@@ -50,6 +51,7 @@ def verify_pack(
     Args:
         root: Folder of the pack.
         source: What it was made from, or its folder: every expert of every rank is decoded and compared.
+        bit_map_file: The map given to the conversion, instead of the one the pack says it was made with.
         quick: Structure and identity only: no payload is read, of the pack or of the source. Manifest, config.json,
             index, headers, expert ids and global scales still are.
         rank: Only this rank's shards, and what all ranks share; other ranks' shards may be missing.
@@ -85,7 +87,10 @@ def verify_pack(
 
     opened, comparable = None, []
     if source is not None:
-        opened = source if isinstance(source, Checkpoint) else open_source(root, manifest, Path(source), recorder)
+        given = None if bit_map_file is None else Path(bit_map_file)
+        opened = (
+            source if isinstance(source, Checkpoint) else open_source(root, manifest, Path(source), recorder, given)
+        )
     if opened is not None:
         check_identity(manifest, opened, recorder)
         comparable = comparable_layers(manifest, opened, scope, recorder)

@@ -10,6 +10,7 @@ from hybrid_pack.errors import DataError, EnvironmentFailure
 from hybrid_pack.io.bitmap import KEPT_BITS, KEY, TAIL_BITS, parse_bit_map
 from hybrid_pack.io.config import CONFIG, read_config, read_document
 from hybrid_pack.io.digest import blake3_digest
+from hybrid_pack.io.experts import BIAS
 from hybrid_pack.io.manifest import MANIFEST
 from hybrid_pack.io.names import parse
 from hybrid_pack.io.safetensors import build_header, read_header
@@ -161,7 +162,7 @@ def check_base(root: Path, manifest: Manifest, recorder: Recorder) -> Mapping[st
                 expert = parse(name)
                 if name in files:
                     recorder.find(BASE, file.path, "stored twice", where=name, found=f"also in {files[name]}")
-                elif expert is not None and str(expert.layer) in manifest.layers:
+                elif expert is not None and expert.field != BIAS and str(expert.layer) in manifest.layers:
                     recorder.find(BASE, file.path, "an expert of a packed layer among the base tensors", where=name)
                 tensors[name], files[name] = Located(header.path, tensor), file.path
         if manifest.base.index is not None:

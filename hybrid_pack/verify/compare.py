@@ -22,7 +22,14 @@ from hybrid_pack.layouts.shard import Matrix as MatrixName
 from hybrid_pack.layouts.shard import Tier
 from hybrid_pack.schemas.manifest import Manifest, ShardEntry
 from hybrid_pack.verify.pool import Buffers
-from hybrid_pack.verify.quantised import Quality, check_part, nvfp4_seconds, stored_bytes
+from hybrid_pack.verify.quantised import (
+    Quality,
+    can_be_cast,
+    check_part,
+    nvfp4_seconds,
+    stored_bytes,
+    used_groups,
+)
 from hybrid_pack.verify.report import Recorder
 from hybrid_pack.verify.scale_rules import expected_global_scale, nvfp4_values, scale_rule
 from hybrid_pack.verify.stored import Share, StoredExpert
@@ -231,15 +238,18 @@ class LayerComparison:
         tier = shards[0].rows[expert][0]
         target = "nf3" if tier == "tail" else str(self._stored.kept_format)
         method = self._methods.get(expert)
+        exact: Comparison | None = None
         if all(matrix.native_to(target) for _, matrix, _ in ours):
-            compare = self._moved(name, ours, stored)
+            exact = self._moved(name, ours, stored)
+        elif self._is_cast(target, method, ours, stored):
+            exact = self._cast(name, ours, stored)
+        if exact is not None:
+            compare = exact
             if method is not None:  # beside matrices that were quantised: the expert's error is of all of them
                 for role, matrix, second in ours:
                     counts.add_signal(self.layer, expert, stored.weights(role, matrix, second))
         elif method is not None:
             compare = self._quantised(expert, name, target, method, ours, stored, counts)
-        elif target == "nvfp4" and all(matrix.format.name == "mxfp4" for _, matrix, _ in ours):
-            compare = self._cast(name, ours, stored)
         else:
             found = "+".join(matrix.format.name for _, matrix, _ in ours)
             self._recorder.find(
@@ -256,6 +266,13 @@ class LayerComparison:
                 compare(packed, share, where, counts)
             for _, matrix, _ in ours:
                 counts.weights += share.count * (matrix.columns if name == "w13" else matrix.rows)
+
+    @staticmethod
+    def _is_cast(target: str, method: str | None, ours: list[Given], stored: StoredExpert) -> bool:
+        """Whether the matrices must be the source's, with other scale bytes of the same value."""
+        if target != "nvfp4" or any(matrix.format.name != "mxfp4" for _, matrix, _ in ours):
+            return False
+        return method is None or can_be_cast([stored.rows(matrix) for _, matrix, _ in ours])
 
     def _unpacked(self, shard: PackedShard, expert: int, name: MatrixName, counts: Counts) -> Packed:
         tier, row = shard.rows[expert]
@@ -319,7 +336,7 @@ class LayerComparison:
                 )
                 label = f"{where} {role} ({packed.label})"
                 self._codes(packed.path, label, wanted, codes)
-                used = (wanted.reshape(*scales.shape, 8) & 0x77).any(axis=2)
+                used = np.repeat(used_groups(wanted), 2, axis=1)
                 values = nvfp4_values(packed.global_scale)[device]
                 wrong = np.where(used, values != e8m0.VALUES[scales], (values != 0) & (values != e8m0.VALUES[scales]))
                 if wrong.any():

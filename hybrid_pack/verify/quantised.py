@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_pack.formats import e4m3, nf3
+from hybrid_pack.io.weights import NativeRows
 from hybrid_pack.layouts import scale_bytes
 from hybrid_pack.verify.quality import FP4_LEVELS, ScaleLadder, examine, mxfp4_ladder, nf3_ladder, nvfp4_ladder
 from hybrid_pack.verify.stored import F32, U8
@@ -19,6 +20,8 @@ NVFP4_LARGEST = 6 * e4m3.MAX
 
 NEAREST = frozenset({"absmax", "mse", "weighted"})
 """Methods whose codes are the nearest levels."""
+CAST_OCTAVES = 14
+"""Between the largest scale, 2^8, and the smallest that the kernel does not take for zero, 2^-6."""
 LEAST = frozenset({"mse"})
 """Methods whose scales have the least squared error, which is known here; weights of channels are not."""
 
@@ -58,6 +61,17 @@ class Fault:
     unit: str
 
 
+def used_groups(codes: U8) -> NDArray[np.bool_]:
+    """bool [N, K/32]: groups of E2M1 codes u8 [N, K/2] with one that is not zero."""
+    return np.asarray((codes.reshape(len(codes), -1, 16) & 0x77).any(axis=2))
+
+
+def can_be_cast(matrices: Sequence[NativeRows]) -> bool:
+    """Whether the scales of MXFP4 matrices are in what NVFP4's scale byte holds beside the largest one, 2^8."""
+    used = np.concatenate([rows.scales[used_groups(rows.codes)] for rows in matrices])
+    return not used.size or int(used.max()) - int(used.min()) <= CAST_OCTAVES
+
+
 def second_scale_of(largest: float) -> float:
     """NVFP4's second-level scale of matrices with this largest magnitude (binary32)."""
     value = float(np.float32(largest) / np.float32(NVFP4_LARGEST))
@@ -90,19 +104,19 @@ def stored_bytes(target: str, device: U8, global_scale: float, seconds: Sequence
         usable = (bytes_ >= 0) & (bytes_ < 255)
         table[usable] = bytes_[usable]
         return np.asarray(table[device], np.uint8)
+    device_values = np.where(np.isfinite(scale_bytes.DEVICE_VALUES), scale_bytes.DEVICE_VALUES, -1)
     if target == "nf3":
-        values = scale_bytes.DEVICE_VALUES * 16
+        values = device_values * 16
     else:
         largest = max(seconds)
         factor = largest * 2.0**scale_bytes.NVFP4_GLOBAL_EXPONENT / global_scale
         if math.frexp(factor)[0] != 0.5:
             return None
-        values = scale_bytes.DEVICE_VALUES / (128 * factor) * (largest / seconds[part])
-    order = np.argsort(e4m3.VALUES[:0x7F])
-    at = np.clip(np.searchsorted(e4m3.VALUES[:0x7F][order], values), 0, 0x7E)
-    with np.errstate(invalid="ignore"):
-        hit = e4m3.VALUES[:0x7F][order][at] == values
-    table[hit] = order[at][hit]
+        values = device_values / (128 * factor) * (largest / seconds[part])
+    ladder = e4m3.VALUES[:0x7F]  # ascending
+    at = np.clip(np.searchsorted(ladder, values), 0, 0x7E)
+    hit = ladder[at] == values
+    table[hit] = at[hit]
     return np.asarray(table[device], np.uint8)
 
 

@@ -10,17 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
+from hybrid_pack.errors import DataError, EnvironmentFailure
 from hybrid_pack.io.bitmap import KEY, MAP_HOLDERS
 from hybrid_pack.io.checkpoint import Checkpoint, open_checkpoint
 from hybrid_pack.io.config import CONFIG, HF_QUANT_CONFIG, read_config, read_document
 from hybrid_pack.io.digest import blake3_digest
-from hybrid_pack.io.manifest import MANIFEST, topology_of
+from hybrid_pack.io.manifest import MANIFEST
 from hybrid_pack.io.progress import Progress
 from hybrid_pack.io.reader import TensorReader
 from hybrid_pack.io.shards import Located
-from hybrid_pack.plan import SCALE_FORMATS, make_plan
+from hybrid_pack.plan import SCALE_FORMATS, small_files
 from hybrid_pack.schemas.manifest import Manifest
+from hybrid_pack.sharding import padded_intermediate
 from hybrid_pack.verify.pool import Buffers, Pool
 from hybrid_pack.verify.report import Recorder, Tally
 from hybrid_pack.verify.scope import Scope
@@ -34,21 +35,29 @@ SMALL_NAMES = "names of small files and config.json against the source"
 CHUNK_BYTES = 1 << 20
 
 
-def open_source(root: Path, manifest: Manifest, source: Path, recorder: Recorder) -> Checkpoint | None:
-    """Open the source with the pack's own bit map; where that fails, what differs is a finding.
+def open_source(
+    root: Path, manifest: Manifest, source: Path, recorder: Recorder, bit_map_file: Path | None = None
+) -> Checkpoint | None:
+    """Open the source as the conversion did, with the pack's own bit map; where that fails, what differs is a finding.
 
     A conversion may have been given a map that the checkpoint does not hold. Opening compares the map with the stored
     formats, so a map that is wrong shows. If the pack's config.json, which has the map, is damaged, the source's own is
     used.
     """
+    chosen = manifest.report.options
+    options: dict[str, Any] = {
+        "kept_format": chosen.kept_format, "requantize": chosen.requantize, "mx_bias": chosen.mx_bias,
+    }  # fmt: skip
+    if bit_map_file is not None:
+        return open_checkpoint(source, bit_map_file=bit_map_file, **options)
     if recorder.was_told(CONFIG) or CONFIG in recorder.bad_paths:
         try:
-            return open_checkpoint(source)
+            return open_checkpoint(source, **options)
         except (DataError, EnvironmentFailure):
             recorder.skip("the source's documents and headers", f"the pack's {CONFIG}, which has the map, is damaged")
             return None
     try:
-        return open_checkpoint(source, bit_map_file=root / CONFIG)
+        return open_checkpoint(source, bit_map_file=root / CONFIG, **options)
     except DataError as error:
         try:
             digest = blake3_digest(read_config(source, root / CONFIG).digest_input)
@@ -91,6 +100,18 @@ def check_identity(manifest: Manifest, source: Checkpoint, recorder: Recorder) -
                 _differs(root, name, f"header {then.digest}", f"header {now.digest}", recorder)
 
 
+def _gated(source: Checkpoint) -> bool:
+    return all(e.gate is not None for layer in source.layers.values() for e in layer.experts.values())
+
+
+def _padded(source: Checkpoint, manifest: Manifest) -> int:
+    """The padded size a pack of this topology has: the source's, or where that was not enough the next that is."""
+    if manifest.geometry.intermediate_size_padded == source.intermediate:
+        return source.intermediate
+    tp, gated = manifest.topology.tensor_parallel, manifest.layout.w13_order == "gate_up"
+    return padded_intermediate(source.hidden, source.intermediate, tp, gated) or source.intermediate
+
+
 def comparable_layers(manifest: Manifest, source: Checkpoint, scope: Scope, recorder: Recorder) -> list[int]:
     """Layers of the scope whose experts can be compared: same sizes, same tiers. What differs is a finding."""
     geometry, layout, config = manifest.geometry, manifest.layout, source.config
@@ -98,13 +119,15 @@ def comparable_layers(manifest: Manifest, source: Checkpoint, scope: Scope, reco
     sizes: tuple[tuple[str, object, object], ...] = (
         ("hidden size", source.hidden, geometry.hidden_size),
         ("intermediate size", source.intermediate, geometry.intermediate_size),
-        ("padded intermediate size", source.intermediate, geometry.intermediate_size_padded),
+        ("padded intermediate size", _padded(source, manifest), geometry.intermediate_size_padded),
         ("number of experts", config.num_experts, geometry.num_experts),
     )
     rest: tuple[tuple[str, object, object], ...] = (
         ("experts a token visits", config.top_k, geometry.top_k),
         ("activation", config.activation, layout.activation),
         ("NF3 levels", config.nf3_levels, layout.nf3_levels),
+        ("gate", _gated(source), layout.w13_order == "gate_up"),
+        ("expert biases", source.expert_biases, layout.expert_biases),
         ("layers omitted", left_out, manifest.report.layers_omitted),
     )
     with recorder.checking(STRUCTURE, "layers") as tally:
@@ -225,11 +248,7 @@ def check_small_files(root: Path, manifest: Manifest, source: Checkpoint, record
     """
     check = SMALL_NAMES if quick else SMALL_FILES
     with recorder.checking(check, "files") as tally:
-        try:
-            copied = make_plan(source, topology_of(manifest), map(int, manifest.layers)).copied
-        except UsageError as error:
-            recorder.find_error(check, str(source.root), error)
-            return
+        copied, _ = small_files(source.root)
         listed = {file.path: file.digest for file in manifest.files if file.path not in (CONFIG, manifest.base.index)}
         for name in sorted({*copied, *listed}):
             tally.add(1)

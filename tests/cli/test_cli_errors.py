@@ -82,7 +82,11 @@ CASES = {
     "no_out": Case("convert source", 2, r"^hybrid-pack: convert: Missing option '--out'"),
     "tp_no_number": Case(f"{CONVERT} --tp two", 2, r"Invalid value for '--tp': 'two' is not a valid integer"),
     "tp_zero": Case(f"{CONVERT} --tp 0", 2, r"--tp: a parallel size must be at least 1 \(found 0\)"),
-    "tp_illegal": Case(f"{CONVERT} --tp 4", 2, r"--tp: tensor-parallel size 4 is not possible: .*; legal sizes: 1, 2; or --pad, to \d+$"),
+    "tp_illegal": Case(
+        f"{CONVERT} --tp 4",
+        2,
+        r"--tp: tensor-parallel size 4 is not possible: .*; legal sizes: 1, 2; or --pad, to \d+$",
+    ),
     "ep_negative": Case(f"{CONVERT} --ep -1", 2, r"--ep: a parallel size must be at least 1 \(found -1\)"),
     "ep_illegal": Case(f"{CONVERT} --ep 3", 2, r"--ep: .* 4 experts are not divisible by 3; legal sizes: 1, 2, 4$"),
     "layers_backwards": Case(f"{CONVERT} --layers 2-1", 2, r"'--layers': '2-1' is not a list such as 3-5,78"),

@@ -68,7 +68,11 @@ RULES: list[tuple[str, Edit, str]] = [
     # what was quantised
     ("quantised tier twice", quantized_twice, "experts_quantized is not in order"),
     ("quantised layer that is not there", lambda d: quantized(d, layer=77), "experts_quantized of layer 77 tail.*ids"),
-    ("quantised expert of the other tier", lambda d: quantized(d, tier="kept"), "experts_quantized of layer .* kept.*ids"),
+    (
+        "quantised expert of the other tier",
+        lambda d: quantized(d, tier="kept"),
+        "experts_quantized of layer .* kept.*ids",
+    ),
     ("quantised, no expert", lambda d: quantized(d, experts=[]), "experts_quantized of layer .* tail.*ascending"),
     ("quantised, errors missing", lambda d: quantized(d, sqnr_db=[]), "sqnr_db .expected 1, found 0"),
     ("quantised, counts", lambda d: quantized(d, groups_zero_scale=9), "counts .expected at most 8, found 9"),
