@@ -74,13 +74,14 @@ def command(
     from hybrid_pack.tiers.source import weights_saliency
 
     topology, sizes = ranks_for(options["cards"], tp, ep)
-    root, name = local_source(src, headers_only=not from_weights)
+    root, name = local_source(src, headers_only=True)
     if out is not None:
         require_free(out, options["overwrite"], root, (saliency,) if saliency else ())
     source = open_checkpoint(root, name=name, require_map=False)
-    model, include_mtp = read_model(source), options["include_mtp"]
-    found = read_saliency(saliency) if saliency else weights_saliency(source, model, include_mtp)
-    plan = plan_tiers(model, found, rule, topology, kept_format=options["kept_format"], include_mtp=include_mtp)
+    model = read_model(source)
+    chosen = {name: options[name] for name in ("kept_format", "include_mtp")}
+    found = read_saliency(saliency) if saliency else weights_saliency(source, model, **chosen)
+    plan = plan_tiers(model, found, rule, topology, **chosen)
     cards = fits(plan.largest.total, topology.ranks, plan.kv, options["working_room"], sizes)
     document = tier_tables.tiers_json(plan, cards, out) if options["as_json"] else None
     if out is not None:

@@ -100,7 +100,7 @@ def _retained(plan: TierPlan) -> str:
 
 def _ties(plan: TierPlan) -> str:
     count = len(plan.choice.tied)
-    return f"{counted(count, 'tail expert')} as salient as a kept one; the lower layer and id is kept" if count else "none"
+    return f"{counted(count, 'tail expert')} as salient as a kept one of a lower layer or id" if count else "none"
 
 
 def tiers_text(plan: TierPlan, cards: Sequence[Fit], out: Path | None, src: str) -> str:

@@ -16,7 +16,7 @@ from hybrid_pack.tiers.kv import KvCache, kv_cache
 from hybrid_pack.tiers.saliency import Saliency, Scores, for_layers
 from hybrid_pack.tiers.select import Choice, RankBy, count_of, floors, overall, per_layer, retained, shares
 from hybrid_pack.tiers.sizing import RankBytes, Split, geometry_of, kept_cost, rank_bytes
-from hybrid_pack.tiers.source import FOUR_BIT, Model, planned_layers
+from hybrid_pack.tiers.source import FOUR_BIT, Model, default_kept_format, planned_layers
 
 
 @dataclass(frozen=True)
@@ -137,12 +137,6 @@ class TierPlan:
 
 def _wide(model: Model, layer: int) -> bool:
     return model.layers[layer] not in FOUR_BIT
-
-
-def default_kept_format(model: Model) -> str:
-    """The 4-bit format all layers to choose from are stored in, else NVFP4."""
-    stored = {kind for layer, kind in model.layers.items() if layer not in model.mtp}
-    return stored.pop() if len(stored) == 1 and stored <= FOUR_BIT else "nvfp4"
 
 
 def _count(rule: Keep | KeepFraction, num_experts: int) -> int:

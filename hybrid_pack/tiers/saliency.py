@@ -73,8 +73,8 @@ def _json(path: Path) -> Saliency:
     document, _ = read_document(path)
     wrapped = "saliency" in document
     raw, metric = (document["saliency"], document.get("metric")) if wrapped else (document, None)
-    if metric is not None and not isinstance(metric, str):
-        raise DataError("metric is not a name", where=path, expected="a string", found=repr(metric)[:60])
+    if metric is not None and not (isinstance(metric, str) and metric.isprintable() and len(metric) <= 200):
+        raise DataError("metric is not a name", where=path, expected="a line of text", found=repr(metric)[:60])
     if not isinstance(raw, Mapping) or not raw:
         found = "nothing" if raw in ({}, [], None) else type(raw).__name__
         raise DataError("the saliency is not an object of layers", where=path, found=found, hint=HOW)

@@ -119,19 +119,33 @@ def planned_layers(model: Model, include_mtp: bool) -> tuple[int, ...]:
     return layers
 
 
-def weights_saliency(checkpoint: Checkpoint, model: Model, include_mtp: bool) -> Saliency:
-    """What ``--from-weights`` ranks experts by, see ``tiers.weights``.
+def default_kept_format(model: Model) -> str:
+    """The 4-bit format all layers to choose from are stored in, else NVFP4."""
+    stored = {kind for layer, kind in model.layers.items() if layer not in model.mtp}
+    return stored.pop() if len(stored) == 1 and stored <= FOUR_BIT else "nvfp4"
+
+
+def weights_saliency(
+    checkpoint: Checkpoint, model: Model, kept_format: str | None = None, include_mtp: bool = False
+) -> Saliency:
+    """What ``--from-weights`` ranks experts by, see ``tiers.weights``. Unlike all else here it reads payloads.
+
+    Args:
+        checkpoint: The source, its payloads at hand.
+        model: The same.
+        kept_format: As for ``plan_tiers``.
+        include_mtp: Likewise.
 
     Raises:
         UsageError: Always: nothing that decodes and quantises stored experts is connected yet.
     """
-    layers = planned_layers(model, include_mtp)
-    return saliency_from_weights(layers, model.num_experts, _measure(checkpoint), f"{checkpoint.root}")
+    measure = _measure(checkpoint, kept_format or default_kept_format(model))
+    return saliency_from_weights(planned_layers(model, include_mtp), model.num_experts, measure, str(checkpoint.root))
 
 
-def _measure(checkpoint: Checkpoint) -> Measure:
+def _measure(checkpoint: Checkpoint, kept_format: str) -> Measure:
     raise UsageError(
-        "measuring an expert's quantisation error is not part of this version",
+        f"measuring an expert's error in NF3 and {kept_format.upper()} is not part of this version",
         where="--from-weights",
         found=checkpoint.name,
         hint="give --saliency FILE",
