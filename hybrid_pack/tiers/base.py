@@ -56,7 +56,7 @@ def ways(tensor: BaseTensor, tp: int, kv_heads: int) -> int:
     if len(tensor.shape) < 2 or _WHOLE.search(tensor.name):
         return 1
     if _KEY_VALUE.search(tensor.name):
-        return max(1, min(tp, kv_heads))
+        return max(1, kv_heads // max(1, -(-kv_heads // tp)))  # whole heads, one at least
     return tp if _SPLIT.search(tensor.name) or looks_like_expert(tensor.name) else 1
 
 

@@ -64,7 +64,7 @@ class Model:
 
 def _stored(checkpoint: Checkpoint, index: int) -> str:
     """Format the experts of a layer are stored in."""
-    formats = {expert: e.gate.format.name for expert, e in checkpoint.layers[index].experts.items()}
+    formats = {expert: e.matrices[0].format.name for expert, e in checkpoint.layers[index].experts.items()}
     squeezed = next((expert for expert, name in formats.items() if name == "nf3"), None)
     if squeezed is not None:
         raise DataError(

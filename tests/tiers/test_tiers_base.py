@@ -64,6 +64,11 @@ def test_vectors_are_whole(name: str, shape: tuple[int, ...]) -> None:
     assert ways(BaseTensor(name, shape, 256), TP, KV_HEADS) == 1
 
 
+@pytest.mark.parametrize(("tp", "heads", "parts"), [(1, 8, 1), (4, 8, 4), (8, 8, 8), (16, 8, 8), (3, 4, 2), (3, 8, 2)])
+def test_a_rank_holds_whole_heads(tp: int, heads: int, parts: int) -> None:
+    assert ways(BaseTensor("model.layers.0.self_attn.v_proj.weight", (64, 32), 4096), tp, heads) == parts
+
+
 def test_sums_round_up() -> None:
     tensors = [
         BaseTensor("lm_head.weight", (5, 2), 20),
@@ -73,6 +78,7 @@ def test_sums_round_up() -> None:
     assert base_bytes(tensors, 8, {"num_key_value_heads": 2}) == BaseBytes(42, 36, 6, 3 + 8 + 6)
     assert base_bytes(tensors, 8, {}) == BaseBytes(42, 20, 22, 3 + 16 + 6)
     assert base_bytes(tensors, 1, {}) == BaseBytes(42, 0, 42, 42)
+    assert base_bytes(tensors, 8, {"num_key_value_heads": 0}).per_rank == 3 + 16 + 6
     assert base_bytes([], 4, {}) == BaseBytes(0, 0, 0, 0)
 
 

@@ -79,6 +79,13 @@ def test_what_fits(weights: int, room: int, name: int) -> None:
     assert 0 <= fit.left - fit.tokens_fp8 * KV.fp8 < KV.fp8
 
 
+def test_a_card_can_be_filled_to_the_last_byte() -> None:
+    full = memory_of(24) - 100
+    (exact,), (over,) = fits(full, 1, KV, 100, [24]), fits(full + 1, 1, KV, 100, [24])
+    assert (exact.fits, exact.left, exact.tokens_bf16) == (True, 0, 0)
+    assert (over.fits, over.left, over.tokens_bf16) == (False, -1, None)
+
+
 def test_default_room_and_unknown_cache() -> None:
     (fit,) = fits(10, 1, UNKNOWN, None, [24])
     assert fit.needed == 10 + WORKING_ROOM
