@@ -15,6 +15,7 @@ from hybrid_pack.cli.streams import drop_stdout, in_echo, open_streams, stdout_f
 from hybrid_pack.errors import EnvironmentFailure, HybridPackError, plain
 
 COMMANDS = {
+    "plan": "Choose the kept experts, by saliency and budget.",
     "convert": "Write a pack from a hybrid checkpoint.",
     "verify": "Prove a pack, alone or against its source.",
     "inspect": "Show a checkpoint or a pack from its headers.",

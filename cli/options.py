@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,22 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
         return tuple(sorted(found))
 
 
+class Share(click.ParamType):  # type: ignore[type-arg]
+    """An exact fraction such as ``0.25`` or ``1/4``."""
+
+    name = "fraction"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Fraction:
+        """The fraction, 0 to 1."""
+        text = str(value).strip()
+        plain = re.fullmatch(r"\d{1,9}(\.\d{0,9})?|\.\d{1,9}|\d{1,9}/0*[1-9]\d{0,8}", text, re.ASCII)
+        if plain is None or Fraction(text) > 1:
+            self.fail(f"{value!r} is not a fraction from 0 to 1, such as 0.25 or 1/4", param, ctx)
+        return Fraction(text)
+
+
 BYTES = Bytes()
+FRACTION = Share()
 LAYERS = Numbers()
 
 _QUANTIZE = (

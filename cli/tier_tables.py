@@ -1,0 +1,151 @@
+"""Text and JSON of ``hybrid-pack plan``."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from hybrid_pack.cli.progress import size
+from hybrid_pack.cli.tables import counted, table, tier_map
+from hybrid_pack.inspection import LayerView
+from hybrid_pack.io.bitmap import spans
+from hybrid_pack.tiers import Budget, KeepFraction, Rule, TierPlan
+from hybrid_pack.tiers.cards import Fit
+
+Rows = list[Sequence[object]]
+
+
+def _rule(rule: Rule, floor: int) -> str:
+    if isinstance(rule, Budget):
+        by = "share of its layer" if rule.rank_by == "share" else "raw saliency"
+        return f"{size(rule.nbytes)} of weights a rank, by {by}, at least {floor} kept a layer"
+    if isinstance(rule, KeepFraction):
+        return f"{float(rule.fraction):.4g} of each layer"
+    return f"{rule.count} of each layer"
+
+
+def _rule_json(rule: Rule, floor: int) -> dict[str, Any]:
+    if isinstance(rule, Budget):
+        return {"budget_bytes": rule.nbytes, "floor": floor, "rank_by": rule.rank_by}
+    if isinstance(rule, KeepFraction):
+        return {"keep_fraction": float(rule.fraction)}
+    return {"keep": rule.count}
+
+
+def _fit_json(fit: Fit) -> dict[str, Any]:
+    return {**asdict(fit), "fits": fit.fits, "left": fit.left}
+
+
+def tiers_json(plan: TierPlan, cards: Sequence[Fit], out: Path | None) -> dict[str, Any]:
+    """``plan --json``."""
+    return {
+        "source": plan.model.name,
+        "out": None if out is None else str(out),
+        "metric": plan.metric,
+        "rule": _rule_json(plan.rule, plan.floor),
+        "topology": {
+            "tensor_parallel": plan.topology.tensor_parallel,
+            "expert_parallel": plan.topology.expert_parallel,
+        },
+        "kept_format": plan.kept_format,
+        "num_experts": plan.model.num_experts,
+        "kept": {str(layer): list(kept) for layer, kept in plan.choice.kept.items()},
+        "layers_all_kept": {
+            str(layer): {"kept_format": split.kept_format, "in_map": layer in plan.bit_map}
+            for layer, split in plan.fixed.items()
+        },
+        "kept_per_layer": dict(zip(("least", "median", "most"), plan.counts, strict=True)),
+        "retained": asdict(plan.retained),
+        "tied": [list(key) for key in plan.choice.tied],
+        "ranks": [{**asdict(rank), "experts": rank.experts, "total": rank.total} for rank in plan.ranks],
+        "base": asdict(plan.base),
+        "kv_cache": asdict(plan.kv),
+        "cards": [_fit_json(fit) for fit in cards],
+        "notes": list(plan.notes),
+    }
+
+
+def _rank_rows(plan: TierPlan) -> Rows:
+    """Ranks that are equal in sequence share a row."""
+    rows: Rows = [("rank", "kept", "tail", "experts", "base", "weights")]
+    for sizes, ranks in groupby(plan.ranks, key=lambda r: (r.kept, r.tail, r.experts, r.base, r.total)):
+        rows.append((spans(rank.rank for rank in ranks), *map(size, sizes)))
+    return rows
+
+
+def _tokens(fit: Fit, count: int | None) -> str:
+    return "-" if not fit.fits else "not estimated" if count is None else f"{count:,}"
+
+
+def _card_rows(cards: Sequence[Fit]) -> Rows:
+    rows: Rows = [("cards", "memory", "left", "KV tokens BF16", "KV tokens FP8", "fits")]
+    for fit in cards:
+        left = size(fit.left) if fit.fits else f"{size(-fit.left)} short"
+        tokens = (_tokens(fit, fit.tokens_bf16), _tokens(fit, fit.tokens_fp8))
+        rows.append((f"{fit.cards}x{fit.name_gb}GB", size(fit.memory), left, *tokens, "yes" if fit.fits else "no"))
+    return rows
+
+
+def _retained(plan: TierPlan) -> str:
+    share = plan.retained
+    if share.overall is None or share.layer_mean is None or share.worst is None:
+        return "nothing: all saliency is zero"
+    worst = f"least {share.worst:.1%} in layer {share.worst_layer}"
+    return f"{share.overall:.1%} of all saliency; of a layer's {share.layer_mean:.1%} on average, {worst}"
+
+
+def _ties(plan: TierPlan) -> str:
+    count = len(plan.choice.tied)
+    return f"{counted(count, 'tail expert')} as salient as a kept one of a lower layer or id" if count else "none"
+
+
+def tiers_text(plan: TierPlan, cards: Sequence[Fit], out: Path | None, src: str) -> str:
+    """The whole of ``plan``."""
+    least, middle, most = plan.counts
+    experts = sum(map(len, plan.choice.kept.values()))
+    all_experts = len(plan.choice.kept) * plan.model.num_experts
+    rows: Rows = [
+        ("source", plan.model.name),
+        ("saliency", plan.metric or "of a metric the file does not name"),
+        ("rule", _rule(plan.rule, plan.floor)),
+        ("layers", f"{len(plan.choice.kept)} chosen in: {spans(plan.choice.kept)}"),
+        ("kept", f"{experts} of {all_experts} experts ({experts / all_experts:.1%}) as {plan.kept_format.upper()}"),
+        ("kept per layer", f"least {least}, median {middle:g}, most {most}"),
+        ("retained", _retained(plan)),
+        ("ties cut", _ties(plan)),
+    ]
+    base, topology = plan.base, plan.topology
+    whole = f"base tensors: {size(base.total)}, of which {size(base.whole)} whole on every rank, the rest split"
+    kv = f"not estimated: {plan.kv.why_not}"
+    if plan.kv.kind is not None:
+        kv = f"{plan.kv.bf16:,} bytes a token and rank in BF16, {plan.kv.fp8:,} in FP8 ({plan.kv.kind})"
+    room = cards[0].needed - plan.largest.total
+    fitting = f"one card a rank, {size(room)} left for context, activations and graphs; KV cache: {kv}"
+    name = plan.kept_format.upper()
+    views = [
+        LayerView(
+            layer, tuple(e for e, b in enumerate(bits) if b == 4), tuple(e for e, b in enumerate(bits) if b == 3),
+            name, True,
+        )
+        for layer, bits in plan.bit_map.items()
+    ]  # fmt: skip
+    parts = [
+        table(rows, ""),
+        f"tp {topology.tensor_parallel}, ep {topology.expert_parallel}; {whole}\n{table(_rank_rows(plan))}",
+        f"{fitting}\n{table(_card_rows(cards))}",
+        tier_map(views, plan.model.num_experts),
+        *(["\n".join(f"note: {note}" for note in plan.notes)] if plan.notes else []),
+        "nothing was written; give --out FILE for the map" if out is None else _next(plan, out, src),
+    ]
+    return "\n\n".join(parts)
+
+
+def _next(plan: TierPlan, out: Path, src: str) -> str:
+    topology = plan.topology
+    words = ["hybrid-pack", "convert", src, "--bit-map", str(out), "--out", "OUT", "--tp", topology.tensor_parallel]
+    words += ["--ep", topology.expert_parallel] if topology.expert_parallel > 1 else []
+    return f"wrote {out}\nnext: {shlex.join(map(str, words))}"
