@@ -1,0 +1,129 @@
+"""The NF3 grid as torch tensors: rounding to it, and the best E4M3 scale of each group of 32, on CPU and CUDA alike.
+
+The search tries every legal scale, yet looks at each weight once. A threshold is a scale times a midpoint of two
+levels; between two neighbours among all thresholds, the code of a weight is known under every scale at once. A weight w
+of importance h adds ``h * (level * scale)^2 - 2 h w * level * scale`` to the loss of each scale, and these factors are
+rows of tables that depend on nothing but the levels: two ``embedding_bag`` sums over the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from hybrid_pack.formats.e4m3 import VALUES
+from hybrid_pack.formats.nf3 import GROUP, SCALE_LIMIT
+
+FIRST_BYTE = 1
+"""E4M3 byte of the smallest positive scale, 2^-9."""
+
+LAST_BYTE = int((VALUES[:0x7F] < SCALE_LIMIT).sum()) - 1
+"""E4M3 byte of the largest scale that fits the device scale byte, 30."""
+
+SEARCH_GROUPS = {"cpu": 1 << 13, "cuda": 1 << 18}
+"""Groups searched at a time: on a CPU their losses stay in the cache, on CUDA they take 200 MB."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Levels, scales, and the tables of the search, all f64 on one device.
+
+    Attributes:
+        levels: f64 [8], ascending.
+        midpoints: f64 [7]; a value at a midpoint gets the lower level.
+        scales: f64 [LAST_BYTE + 1], by E4M3 byte; the first is zero.
+        thresholds: f64 [T], ascending: every positive scale times every midpoint.
+        squares: f64 [T + 1, LAST_BYTE]: (level * scale)^2 by interval of thresholds and scale.
+        values: f64 [T + 1, LAST_BYTE]: level * scale, likewise.
+    """
+
+    levels: torch.Tensor
+    midpoints: torch.Tensor
+    scales: torch.Tensor
+    thresholds: torch.Tensor
+    squares: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def zero_code(self) -> int:
+        """Code of a weight of zero by the ordinary rounding; all-zero groups hold it."""
+        return int(torch.bucketize(torch.zeros((), dtype=torch.float64), self.midpoints.cpu()))
+
+
+def make_grid(levels: Sequence[float], device: torch.device) -> Grid:
+    """Tables for eight levels.
+
+    Args:
+        levels: Ascending, finite; code i means ``levels[i] * scale``.
+        device: Where the tables shall be.
+
+    Raises:
+        ValueError: Not eight finite ascending numbers.
+    """
+    ladder = torch.tensor([float(level) for level in levels], dtype=torch.float64)
+    if len(ladder) != 8 or not ladder.isfinite().all() or any(a >= b for a, b in pairwise(ladder.tolist())):
+        raise ValueError(f"levels must be eight finite ascending numbers, not {list(levels)}")
+    midpoints = (ladder[1:] + ladder[:-1]) / 2
+    scales = torch.tensor(VALUES[: LAST_BYTE + 1], dtype=torch.float64)
+    edges = scales[FIRST_BYTE:, None] * midpoints  # [S, 7]
+    thresholds = torch.tensor(sorted(set(edges.flatten().tolist())), dtype=torch.float64)
+    below = torch.cat([torch.tensor([-torch.inf], dtype=torch.float64), thresholds])  # lower end of each interval
+    codes = torch.stack([torch.bucketize(below, edge, right=True) for edge in edges], dim=1)  # [T + 1, S]
+    values = ladder[codes] * scales[FIRST_BYTE:]
+    tables = (ladder, midpoints, scales, thresholds, values**2, values)
+    return Grid(*(table.to(device).contiguous() for table in tables))
+
+
+def search_scales(weights: torch.Tensor, importance: torch.Tensor | None, grid: Grid) -> torch.Tensor:
+    """For each group the scale that minimises ``sum_k importance[k] * (w[k] - nearest(w[k]))^2``, of all legal ones.
+
+    A group whose weights are all zero gets scale byte 0, any other a positive scale. A group without any importance is
+    searched as if all its columns were equal. Of scales with equal loss the smallest is taken.
+
+    Args:
+        weights: f32 [N, K] on the grid's device.
+        importance: f64 [K], not negative; None for plain mean square error.
+        grid: From ``make_grid``.
+
+    Returns:
+        u8 [N, K/32] E4M3 bytes, 0..LAST_BYTE.
+    """
+    n, k = weights.shape
+    groups = weights.reshape(-1, GROUP)
+    by_column = torch.ones(k, dtype=torch.float64, device=weights.device) if importance is None else importance
+    shares = by_column.reshape(-1, GROUP)  # [K/32, 32]
+    shares = torch.where((shares > 0).any(1, keepdim=True), shares, 1.0)
+    result = torch.empty(len(groups), dtype=torch.uint8, device=weights.device)
+    columns = torch.arange(len(groups), device=weights.device) % (k // GROUP)
+    step = SEARCH_GROUPS["cuda" if weights.is_cuda else "cpu"]
+    for begin in range(0, len(groups), step):
+        w = groups[begin : begin + step].double()
+        h = shares[columns[begin : begin + step]]
+        interval = torch.bucketize(w, grid.thresholds)
+        loss = F.embedding_bag(interval, grid.squares, mode="sum", per_sample_weights=h)
+        loss -= 2 * F.embedding_bag(interval, grid.values, mode="sum", per_sample_weights=h * w)
+        best = (loss.argmin(1) + FIRST_BYTE).to(torch.uint8)
+        result[begin : begin + step] = best * (w != 0).any(1)
+    return result.reshape(n, k // GROUP)
+
+
+def round_to(weights: torch.Tensor, scales: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Round to nearest: u8 [N, K] codes; all-zero groups get ``grid.zero_code``.
+
+    Args:
+        weights: f32 [N, K].
+        scales: u8 [N, K/32].
+        grid: From ``make_grid``.
+    """
+    factor = grid.scales[scales.long()].repeat_interleave(GROUP, dim=1)
+    codes = torch.bucketize(weights / torch.where(factor > 0, factor, 1.0), grid.midpoints, out_int32=True)
+    return codes.to(torch.uint8)
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """f64 [N, K]: ``levels[code] * scale``."""
+    return grid.levels[codes.long()] * grid.scales[scales.long()].repeat_interleave(GROUP, dim=1)
