@@ -1,0 +1,155 @@
+"""Statistics of what experts receive, by layer, expert and matrix: found, checked and read the same way for all kinds.
+
+A matrix is ``gate_up`` (gate and up have the same inputs) or ``down``. A tensor may stand for one expert or, with the
+name ``shared`` in the place of the expert, for all experts of its layer that have none of their own. Everything that
+headers can tell is checked before anything is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_pack.errors import DataError
+from hybrid_pack.io.reader import TensorReader
+from hybrid_pack.io.shards import Located
+
+F32 = NDArray[np.float32]
+SHARED = "shared"
+MATRICES = ("gate_up", "down")
+NUMBER = "(0|[1-9][0-9]{0,5})"
+"""Pattern of a layer or expert in a name: decimal, no leading zeros, so that each has one name."""
+
+Key = tuple[int, int | None, str]
+"""(layer, expert or None for shared, matrix)."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is going to be read.
+
+    Attributes:
+        experts: By layer, global ids.
+        channels: Input channels K by matrix, of the whole model: ``gate_up`` hidden size, ``down`` intermediate size. A
+            matrix that is not in it is not wanted.
+    """
+
+    experts: Mapping[int, Collection[int]]
+    channels: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of statistics.
+
+    Attributes:
+        noun: For messages.
+        rank: Dimensions of a tensor, each of K.
+        name: Its name in the file, from layer, expert (or ``shared``) and matrix.
+        problem: What is wrong with the values of a tensor, or None; called with finite values.
+    """
+
+    noun: str
+    rank: int
+    name: Callable[[int, int | str, str], str]
+    problem: Callable[[F32], str | None]
+
+
+class Statistics:
+    """Tensors of one kind for every wanted expert; a context manager that keeps its files open. Safe for many threads.
+
+    Args:
+        kind: What they are.
+        where: File or folder, for messages.
+        tensors: All there are.
+        wanted: All that must be there.
+
+    Raises:
+        DataError: An expert without a tensor of its own or a shared one, a wrong dtype or shape.
+    """
+
+    def __init__(self, kind: Kind, where: Path, tensors: Mapping[Key, Located], wanted: Wanted) -> None:
+        self._kind, self._where = kind, where
+        self._tensors = tensors
+        self._wanted = wanted
+        self._reader = TensorReader()
+        for matrix, channels in wanted.channels.items():
+            for layer, experts in wanted.experts.items():
+                for tensor in {self._find(layer, expert, matrix) for expert in experts}:
+                    self._check_header(tensor, channels)
+
+    def _find(self, layer: int, expert: int, matrix: str) -> Located:
+        tensor = self._tensors.get((layer, expert, matrix)) or self._tensors.get((layer, None, matrix))
+        if tensor is None:
+            others = [k[1] for k in self._tensors if k[0] == layer and k[2] == matrix]
+            own, shared = (self._kind.name(layer, e, matrix) for e in (expert, SHARED))
+            raise DataError(
+                f"no {self._kind.noun} for layer {layer} expert {expert} {matrix}",
+                where=self._where,
+                expected=f"a tensor {own} or {shared}",
+                found=f"those of {len(others)} other experts" if others else "none for this matrix of this layer",
+            )
+        return tensor
+
+    def _check_header(self, tensor: Located, channels: int) -> None:
+        header, shape = tensor.header, (channels,) * self._kind.rank
+        if header.dtype != "F32" or header.shape != shape:
+            raise DataError(
+                f"{self._kind.noun} of the wrong dtype or shape",
+                where=tensor,
+                expected=f"F32 {list(shape)}",
+                found=f"{header.dtype} {list(header.shape)}",
+            )
+
+    def located(self, layer: int, expert: int, matrix: str) -> Located:
+        """The tensor an expert uses: equal for all experts that share it, so that work on it can be done once."""
+        return self._find(layer, expert, matrix)
+
+    def read(self, layer: int, expert: int, matrix: str) -> F32:
+        """Values of a wanted expert, its own or the shared ones.
+
+        Returns:
+            f32 [K], or [K, K] of Hessians; the caller's to keep.
+
+        Raises:
+            DataError: Values that are not finite, negative where they cannot be, or all zero; the file became shorter.
+            EnvironmentFailure: The system could not read.
+        """
+        tensor = self._find(layer, expert, matrix)
+        values = np.empty(tensor.header.shape, np.dtype("<f4"))
+        self._reader.read(tensor, values.reshape(-1).view(np.uint8))
+        finite = np.isfinite(values)
+        if not finite.all():
+            at = tuple(int(i) for i in np.unravel_index(int(np.argmin(finite)), values.shape))
+            raise DataError(f"a value is not finite at {list(at)}", where=tensor, found=float(values[at]))
+        problem = self._kind.problem(values)
+        if problem is not None:
+            raise DataError(problem, where=tensor, hint="collect it again, over text that reaches every expert")
+        return values
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How many experts use a shared tensor, one line for each matrix where any does."""
+        lines = []
+        for matrix in self._wanted.channels:
+            keys = [(layer, e, matrix) for layer, experts in self._wanted.experts.items() for e in experts]
+            shared = sum(key not in self._tensors for key in keys)
+            if shared:
+                lines.append(
+                    f"{shared} of {len(keys)} experts use the {self._kind.noun} their layer shares for {matrix}"
+                )
+        return tuple(lines)
+
+    def close(self) -> None:
+        """Close all files."""
+        self._reader.close()
+
+    def __enter__(self) -> Statistics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

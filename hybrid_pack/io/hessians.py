@@ -1,0 +1,93 @@
+"""``--hessians DIR``: second moments of the inputs of experts, for GPTQ.
+
+``DIR/layer-<L>.safetensors`` for each layer to quantise, L in decimal without leading zeros. Its tensors, all F32:
+
+- ``<expert>.gate_up.hessian`` [H, H], H the hidden size: ``X^T X`` of the tokens X routed to this expert (gate and up
+  have the same inputs);
+- ``<expert>.down.hessian`` [I, I], I the intermediate size: the same of what its down projection receives;
+- ``shared.gate_up.hessian`` and ``shared.down.hessian``: for all experts of the layer that have none of their own.
+
+Symmetric, in any unit: a sum, a mean, or twice it, since only ratios count. Experts nobody asks for are ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from hybrid_pack.errors import DataError, EnvironmentFailure
+from hybrid_pack.io.bitmap import spans
+from hybrid_pack.io.calibration import F32, MATRICES, NUMBER, SHARED, Key, Kind, Statistics, Wanted
+from hybrid_pack.io.safetensors import read_header
+from hybrid_pack.io.shards import Located
+
+SUFFIX = ".safetensors"
+_FILE = re.compile(rf"layer-{NUMBER}\.safetensors")
+_TENSOR = re.compile(rf"(?:{NUMBER}|{SHARED})\.({'|'.join(MATRICES)})\.hessian")
+
+
+def _problem(values: F32) -> str | None:
+    """Cheap checks of a Hessian; symmetry and definiteness are seen where it is factored."""
+    diagonal = values.diagonal()
+    if (diagonal < 0).any():
+        channel = int(np.argmax(diagonal < 0))
+        return f"the Hessian's diagonal is negative at channel {channel} ({diagonal[channel]})"
+    return None if diagonal.any() else "the Hessian's diagonal is all zero: no token was seen"
+
+
+HESSIANS = Kind("Hessian", 2, lambda layer, expert, matrix: f"{expert}.{matrix}.hessian", _problem)
+
+
+def _files(root: Path) -> dict[int, Path]:
+    if not root.is_dir():
+        raise DataError("no such folder", where=root, expected="a folder of layer-<L>.safetensors")
+    try:
+        paths = sorted(path for path in root.iterdir() if path.name.endswith(SUFFIX))
+    except OSError as error:
+        raise EnvironmentFailure("cannot read", where=root, found=error.strerror) from error
+    found = {}
+    for path in paths:
+        match = _FILE.fullmatch(path.name)
+        if match is None:
+            raise DataError(
+                "a file of Hessians with a name that is no layer's", where=path, expected="layer-<L>" + SUFFIX
+            )
+        found[int(match[1])] = path
+    return found
+
+
+def open_hessians(root: Path, wanted: Wanted) -> Statistics:
+    """Find the Hessians of every wanted expert; headers only.
+
+    Args:
+        root: The folder.
+        wanted: Experts by layer, and the input channels of their matrices.
+
+    Raises:
+        DataError: No folder, no file for a layer, a file or tensor with a name that is none, a broken file, an expert
+            without Hessian, a wrong dtype or shape.
+        EnvironmentFailure: A file cannot be read.
+    """
+    files = _files(root)
+    missing = sorted(set(wanted.experts) - set(files))
+    if missing:
+        raise DataError(
+            f"no Hessians for layer {spans(missing)}",
+            where=root,
+            expected=f"layer-{missing[0]}{SUFFIX}",
+            found=f"layer {spans(sorted(files))}" if files else "no such file at all",
+        )
+    tensors: dict[Key, Located] = {}
+    for layer in sorted(wanted.experts):
+        for name, header in read_header(files[layer]).tensors.items():
+            match = _TENSOR.fullmatch(name)
+            if match is None:
+                raise DataError(
+                    f"tensor {name} has a name that is no Hessian's",
+                    where=files[layer],
+                    expected=f"<expert>.<matrix>.hessian or {SHARED}.<matrix>.hessian, matrix {' or '.join(MATRICES)}",
+                )
+            tensors[layer, None if match[1] is None else int(match[1]), match[2]] = Located(files[layer], header)
+    return Statistics(HESSIANS, root, tensors, wanted)
