@@ -103,6 +103,26 @@ def test_channels_of_equal_size_keep_their_order() -> None:
     assert prepare_hessian(torch.eye(K)).order == tuple(range(K))
 
 
+@pytest.mark.parametrize("order", ["activation", "natural"])
+def test_channels_without_input_are_left_out(order: str) -> None:
+    """As if they were not there, but for their weights, which keep a place in the order."""
+    x = autoregressive(256, K, 0.8, 1.0)
+    dead = [0, 1, 40]
+    live = [channel for channel in range(K) if channel not in dead]
+    x[:, dead] = 0
+    hessian = hessian_of(x)
+    prepared = prepare_hessian(hessian, order=order)
+    assert prepared.dead == 3 and not prepared.importance[dead].any() and not prepared.remaining[dead].any()
+    position = {column: step for step, column in enumerate(prepared.order)}
+    places = torch.tensor([position[channel] for channel in dead])
+    assert not prepared.feedback[places].any() and not prepared.feedback[:, places].any()
+    assert order == "natural" or set(prepared.order[-3:]) == set(dead)
+    part = hessian[live][:, live]
+    mean = part.diagonal().mean()
+    damped = part / mean + 0.01 * torch.eye(len(live), dtype=torch.float64)
+    assert float(prepared.remaining[live].log().sum()) == pytest.approx(float(damped.logdet()), rel=1e-9)
+
+
 def test_differences_of_rounding_are_made_symmetric() -> None:
     hessian = good().float()
     hessian[2, 4] *= 1 + 1e-5
