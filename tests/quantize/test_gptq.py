@@ -136,6 +136,16 @@ def test_an_identity_hessian_gives_rounding_to_nearest(order: str, factor: float
     assert torch.equal(result.codes, round_to(weights, scales, GRID))
 
 
+def test_the_best_of_three_sets_of_scales_is_kept_row_by_row() -> None:
+    weights, hessian = made_weights(64, 256), hessian_of(autoregressive(1024, 256, 0.7, 0.3))
+    prepared = prepare_hessian(hessian)
+    best = quantize_prepared(weights, prepared, DEFAULT_LEVELS)
+    for weighting in (None, prepared.importance, prepared.remaining):
+        scales = search_scales(weights, weighting, GRID)
+        assert best.error < quantize_prepared(weights, prepared, DEFAULT_LEVELS, scales=scales).error
+        assert (best.scales == scales).all(1).any(), "some row is best with these"
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
