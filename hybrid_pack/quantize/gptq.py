@@ -11,6 +11,9 @@ below each other and quantised in one call. ``gptq_hessian`` names the literatur
 
 Numbers: rounding to nearest, scale search, Cholesky decomposition and every error are float64; the pass is float64 on
 the CPU and float32 on CUDA. Equal inputs give equal bytes on the same machine with the same number of threads.
+
+On a CPU, let torch use one thread (``torch.set_num_threads(1)``) and quantise several matrices side by side: a pass is
+thousands of small steps that gain nothing from threads, and on a busy machine they wait for each other at every step.
 """
 
 from __future__ import annotations

@@ -171,6 +171,7 @@ def prepare_hessian(
     root = upper.diagonal().clone()
     remaining = torch.empty_like(diagonal)
     remaining[steps] = root**2
+    remaining[~live] = 0
     work = dtype or (torch.float32 if device.type == "cuda" else torch.float64)
     feedback = upper.div_(root).triu_(1).to(work)
     return PreparedHessian(matrix, diagonal, remaining, feedback, tuple(steps.tolist()), used, int((~live).sum()))

@@ -1,0 +1,92 @@
+"""Rounding and the search for scales, against a plain search over every E4M3 scale."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid_pack.formats.nf3 import DEFAULT_LEVELS
+from hybrid_pack.quantize.gptq_grid import LAST_BYTE, Grid, decode, make_grid, round_to, search_scales
+from tests.reference import gptq as reference
+from tests.reference.floats import E4M3
+
+CPU = torch.device("cpu")
+UNEVEN = (-1.5, -0.9, -0.25, -0.0625, 0.0, 0.3, 0.8, 1.25)
+"""Levels of a checkpoint's own, one of them zero."""
+
+
+def losses(weights: torch.Tensor, scales: torch.Tensor, importance: np.ndarray, grid: Grid) -> np.ndarray:
+    found = decode(round_to(weights, scales, grid), scales, grid).numpy()
+    return (importance * (weights.double().numpy() - found) ** 2).reshape(len(weights), -1, 32).sum(2)
+
+
+@pytest.mark.parametrize("levels", [DEFAULT_LEVELS, UNEVEN], ids=["default", "uneven"])
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), spread=st.floats(-5, 3), weighted=st.booleans())
+def test_the_scale_of_least_loss_is_found(levels: tuple[float, ...], seed: int, spread: float, weighted: bool) -> None:
+    random = np.random.default_rng(seed)
+    grid = make_grid(levels, CPU)
+    weights = torch.from_numpy((random.standard_normal((3, 64)) * 10**spread).astype(np.float32))
+    weights[random.random((3, 64)) < 0.2] = 0
+    importance = random.exponential(size=64) ** 3 if weighted else np.ones(64)
+    scales = search_scales(weights, torch.from_numpy(importance) if weighted else None, grid)
+    assert scales.dtype == torch.uint8 and int(scales.max()) <= LAST_BYTE
+    found = losses(weights, scales, importance, grid)
+    for row, group in np.ndindex(3, 2):
+        columns = slice(32 * group, 32 * group + 32)
+        w = weights[row, columns].numpy()
+        least = reference.least_loss(w, importance[columns], levels)
+        total = float((importance[columns] * w.astype(np.float64) ** 2).sum())
+        assert found[row, group] <= least + 1e-12 * total
+
+
+def test_the_largest_scale_is_the_largest_below_32() -> None:
+    assert E4M3[LAST_BYTE] < 32 <= E4M3[LAST_BYTE + 1]
+
+
+def test_rounding_takes_the_nearest_level() -> None:
+    grid = make_grid(DEFAULT_LEVELS, CPU)
+    weights = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    scales = torch.tensor([[40, 56], [1, 95], [70, 60], [30, 64]], dtype=torch.uint8)
+    codes = round_to(weights, scales, grid)
+    for row, column in np.ndindex(4, 64):
+        scale = float(E4M3[int(scales[row, column // 32])])
+        assert int(codes[row, column]) == reference.nearest(float(weights[row, column]), scale, DEFAULT_LEVELS)[0]
+
+
+def test_zero_groups_get_scale_zero_and_one_code() -> None:
+    grid = make_grid(DEFAULT_LEVELS, CPU)
+    weights = torch.zeros(2, 64)
+    weights[0, 32] = 1e-30  # not zero, however small
+    weights[1, :32] = -0.0
+    scales = search_scales(weights, None, grid)
+    assert scales.tolist() == [[0, 1], [0, 0]]
+    assert set(round_to(weights, scales, grid)[1].tolist()) == {grid.zero_code} == {3}
+
+
+def test_a_group_without_importance_is_searched_all_the_same() -> None:
+    grid = make_grid(DEFAULT_LEVELS, CPU)
+    weights = torch.randn(2, 64, generator=torch.Generator().manual_seed(2))
+    importance = torch.ones(64, dtype=torch.float64)
+    importance[:32] = 0
+    assert torch.equal(search_scales(weights, importance, grid), search_scales(weights, None, grid))
+
+
+def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = make_grid(DEFAULT_LEVELS, CPU)
+    generator = torch.Generator().manual_seed(3)
+    weights, importance = torch.randn(5, 96, generator=generator), torch.rand(96, generator=generator).double()
+    whole = search_scales(weights, importance, grid)
+    monkeypatch.setattr("hybrid_pack.quantize.gptq_grid.SEARCH_GROUPS", {"cpu": 4, "cuda": 4})
+    assert torch.equal(search_scales(weights, importance, grid), whole)
+
+
+@pytest.mark.parametrize(
+    "levels", [DEFAULT_LEVELS[:7], DEFAULT_LEVELS[::-1], (*DEFAULT_LEVELS[:7], float("inf"))], ids=str
+)
+def test_levels_that_cannot_be(levels: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="eight finite ascending numbers"):
+        make_grid(levels, CPU)
