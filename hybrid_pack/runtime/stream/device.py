@@ -11,7 +11,7 @@ class Event(Protocol):
     """A point in the order of a device's copies."""
 
     def record(self) -> None:
-        """Be the point after every copy started so far by this thread's stream."""
+        """Be the point after every copy started so far."""
 
     def query(self) -> bool:
         """Whether that point is passed."""
@@ -40,7 +40,7 @@ class Device(Protocol):
         """
 
     def enter(self) -> None:
-        """Prepare the calling thread; comes before ``copy`` and ``Event.record``."""
+        """Prepare the calling thread; comes before ``event``, ``copy`` and ``Event.record``."""
 
     def pin(self, host: torch.Tensor) -> None:
         """Lock a host buffer in memory so that the device can read it by itself.
