@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -167,8 +166,6 @@ def main() -> None:
         },
         "sweep": [] if options.no_sweep else sweep(moe, per_second),
     }
-    if os.environ.get("COMMIT"):
-        machine["commit"] = os.environ["COMMIT"]
     print(json.dumps(result["goals"], indent=1))
     common.save("gpu_moe", result)
     if options.out is not None:
