@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import hybrid_pack
 from hybrid_pack import EnvironmentFailure, UsageError
 from hybrid_pack.runtime import LoadBuffers
 from hybrid_pack.runtime.stream import cuda as cuda_module
-from hybrid_pack.runtime.stream import driver
+from hybrid_pack.runtime.stream import driver, session
 from tests.runtime.dialects import MAPPED, MTP, Packs
 from tests.runtime.test_stream_load import assert_same
+
+DEVICE = torch.device("cuda", 0)
 
 
 def real(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -57,7 +60,7 @@ class FakeEvent:
 
     def record(self) -> None:
         self.cuda.fail("event")
-        assert self.cuda.local.stream in self.cuda.streams and self.cuda.local.device == torch.device("cuda", 0)
+        assert self.cuda.local.stream in self.cuda.streams and self.cuda.local.device == DEVICE
         self.cuda_event = len(self.cuda.events) + 1
         self.cuda.events.append(self)
 
@@ -182,7 +185,7 @@ class FakeCuda:
 
     @contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
-        assert device == torch.device("cuda", 0)
+        assert device == DEVICE
         yield
 
     @real(torch.cuda.cudart)
@@ -195,7 +198,7 @@ class FakeCuda:
         )
 
     def _register(self, at: int, size: int, flags: int) -> object:
-        assert flags == 0 and self.local.device == torch.device("cuda", 0)
+        assert flags == 0 and self.local.device == DEVICE
         if "pin" in self.errors:
             return "cudaError.memory"
         self.pinned[at] = size
@@ -207,7 +210,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
 
     def empty(nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        assert device == torch.device("cuda", 0)
+        assert device == DEVICE
         fake.fail("empty")
         return torch.empty(nbytes, dtype=dtype)
 
@@ -310,3 +313,25 @@ def test_no_driver(packs: Packs, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
     driver.library.cache_clear()
     with pytest.raises(EnvironmentFailure, match=r"libno-such-driver.so.1: the CUDA driver is not there"):
         driver.library()
+
+
+def test_a_reader_lets_go_of_the_interpreter_lock_to_read_only(
+    packs: Packs, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch lets go of it whenever it works on a tensor, so that no chunk may ask it for more than an address."""
+    asked, carry = set(), session.Session._carry
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.add(func)
+            return func(*args, **(kwargs or {}))
+
+    def watched(self: Any, *args: Any) -> None:
+        with Watch():
+            carry(self, *args)
+
+    monkeypatch.setattr(session.Session, "_carry", watched)
+    pack = hybrid_pack.open_pack(packs.pack("nvfp4"))
+    assert_same(pack, pack.load_rank(device="cuda", readers=1, chunk_bytes=8192))
+    once_a_buffer = {torch.frombuffer, torch.Tensor.nbytes.__get__}  # type: ignore[attr-defined]
+    assert asked - once_a_buffer == {torch.Tensor.data_ptr}

@@ -148,11 +148,11 @@ class CudaDevice:
         """A new event, for a thread that has entered."""
         return CudaEvent(self.device, self._handle)
 
-    def copy(self, host: torch.Tensor, target: torch.Tensor) -> None:
-        """Start a copy on the stream of the copies."""
+    def copy(self, host: torch.Tensor, begin: int, target: torch.Tensor, to: int, nbytes: int) -> None:
+        """Start a copy on the stream of the copies; see ``Device``."""
         try:
             driver.require(
-                self._driver.cuMemcpyHtoDAsync_v2(target.data_ptr(), host.data_ptr(), host.nbytes, self._handle)
+                self._driver.cuMemcpyHtoDAsync_v2(target.data_ptr() + to, host.data_ptr() + begin, nbytes, self._handle)
             )
         except RuntimeError as error:
             raise failed(error, self.device) from None

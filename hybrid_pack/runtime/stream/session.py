@@ -209,8 +209,7 @@ class Session:
         base = page_floor(begin)
         self._ring.pin(buffer)
         for move in source.layout.moves_of(begin, end):
-            target = memory[move.to : move.to + move.end - move.begin]
-            self._device.copy(buffer.tensor[move.begin - base : move.end - base], target)
+            self._device.copy(buffer.tensor, move.begin - base, memory, move.to, move.end - move.begin)
         self._ring.fly(buffer)
 
 
