@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("hybrid-pack", "torch", "numpy", "numba", "blake3", "b12x", "safetensors", "triton")
+PACKAGES = ("hybrid-pack", "torch", "numpy", "numba", "blake3", "b12x", "safetensors", "fastsafetensors", "triton")
 
 
 def _cpu() -> str:
@@ -35,9 +35,12 @@ def _version(package: str) -> str | None:
 
 
 def machine(folder: Path) -> dict[str, Any]:
-    """The machine, its versions and the commit a result was made with."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    """The machine, its versions and the commit a result was made with; COMMIT names it where there is no git."""
+    commit = (
+        os.environ.get("COMMIT")
+        or subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
     )
     disk = subprocess.run(["df", "--output=fstype", str(folder)], capture_output=True, text=True, check=False)
     return {
@@ -47,7 +50,7 @@ def machine(folder: Path) -> dict[str, Any]:
         "file_system": disk.stdout.split()[-1] if disk.stdout else "unknown",
         "python": platform.python_version(),
         "packages": {p: v for p in PACKAGES if (v := _version(p))},
-        "commit": commit.stdout.strip(),
+        "commit": commit,
     }
 
 

@@ -12,83 +12,27 @@ the others go on.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import os
 import statistics
-import subprocess
 import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import common, repack_baseline
+from benchmarks import common, load_peers, repack_baseline, watch
+from benchmarks.parts import Run
 from hybrid_pack.convert import convert
 from hybrid_pack.io.checkpoint import open_checkpoint
 from hybrid_pack.plan import make_plan
 from hybrid_pack.runtime import LoadBuffers, Pack, open_pack
 from hybrid_pack.runtime.layer import Check
-from hybrid_pack.runtime.stream.cached import cached_share
 from hybrid_pack.sharding import Topology
 from hybrid_pack.synthetic import Spec, write_checkpoint
 
 MIB = 1 << 20
-
-
-class Run:
-    """One run: its time limit, and what was found.
-
-    Args:
-        seconds: Parts that would begin later are left out.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._ends = time.monotonic() + seconds
-        self.result: dict[str, Any] = {"parts_seconds": {}, "errors": {}, "left_out": []}
-
-    @property
-    def over(self) -> bool:
-        """Whether the time is up."""
-        return time.monotonic() > self._ends
-
-    def part(self, name: str, action: Callable[[], Any]) -> None:
-        """Keep what an action returns, or why it failed."""
-        if self.over:
-            self.result["left_out"].append(name)
-            return
-        print(f"{name}:", flush=True)
-        began = time.monotonic()
-        try:
-            self.result[name] = action()
-        except Exception as error:
-            traceback.print_exc()
-            self.result["errors"][name] = f"{type(error).__name__}: {error}"[:500]
-        self.result["parts_seconds"][name] = round(time.monotonic() - began, 2)
-
-    def interleaved(self, actions: Mapping[str, Callable[[], float]], runs: int, before: Callable[[], None]) -> Any:
-        """Seconds of each action, round by round; one that fails is left out from then on, with the reason."""
-        seconds: dict[str, list[float]] = {name: [] for name in actions}
-        failed: dict[str, str] = {}
-        for number in range(runs):
-            if self.over and number:
-                break
-            for name, action in actions.items():
-                if name in failed:
-                    continue
-                before()
-                try:
-                    seconds[name].append(action())
-                    print(f"  {name}: {seconds[name][-1]:.4f} s", flush=True)
-                except Exception as error:
-                    failed[name] = f"{type(error).__name__}: {error}"[:500]
-                    print(f"  {name}: {failed[name]}", flush=True)
-        return {name: values for name, values in seconds.items() if values and name not in failed}, failed
 
 
 def spec(layers: int, tiny: bool) -> Spec:
@@ -127,13 +71,6 @@ class Bench:
         if self.device.type == "cuda":
             torch.ones(1, device=self.device)
 
-    def settle(self) -> None:
-        """Give everything back before an action."""
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-
     def rates(self, seconds: Mapping[str, list[float]]) -> dict[str, float]:
         """GB/s of the packed bytes."""
         return {name: round(self.nbytes / 1e9 / statistics.median(v), 2) for name, v in seconds.items()}
@@ -155,99 +92,47 @@ class Bench:
 
         return common.timed(action)
 
-    def load_file(self) -> float:
-        """The official library, file by file."""
-        from safetensors.torch import load_file
-
-        def action() -> None:
-            kept = [load_file(path, device=str(self.device)) for path in self.files]
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            del kept
-
-        return common.timed(action)
-
-    def fastsafetensors(self) -> float:
-        """fastsafetensors without GPU Direct Storage, file by file."""
-        from fastsafetensors import SafeTensorsFileLoader, SingleGroup  # type: ignore[import-not-found]
-
-        kept: list[Any] = []
-
-        def action() -> None:
-            for path in self.files:
-                loader = SafeTensorsFileLoader(SingleGroup(), "cuda:0", nogds=True)
-                try:
-                    loader.add_filenames({0: [str(path)]})
-                    held = loader.copy_files_to_device()
-                    kept.append((held, {name: held.get_tensor(name) for name in loader.get_keys()}))
-                finally:
-                    loader.close()
-            torch.cuda.synchronize()
-
-        try:
-            return common.timed(action)
-        finally:
-            tensors = [held for held, _ in kept]
-            kept.clear()
-            for held in tensors:
-                held.close()
-
-    @cached_property
-    def _pinned(self) -> torch.Tensor:
-        return torch.empty(256 * MIB, dtype=torch.uint8, pin_memory=True).fill_(7)
-
-    def pinned_copy(self) -> float:
-        """As many bytes from pinned memory to the GPU, over and over the same: the ceiling."""
-        host = self._pinned
-        target = torch.empty_like(host, device=self.device)
-        torch.cuda.synchronize()
-        began, left = time.perf_counter(), self.nbytes
-        while left > 0:
-            size = min(left, host.nbytes)
-            target[:size].copy_(host[:size], non_blocking=True)
-            left -= size
-        torch.cuda.synchronize()
-        return time.perf_counter() - began
-
     # parts
 
     def warm(self, runs: int) -> dict[str, Any]:
         """Everything in the page cache."""
-        parallel(warm_file, self.files)
+        watch.warm(self.files)
         self.load("structure")()
         actions: dict[str, Callable[[], float]] = {
             "load_rank structure": self.load("structure"),
             "load_rank digest": self.load("digest"),
             "load_layer, kept buffers": self.layer_by_layer,
-            "pinned copy": self.pinned_copy,
-            "safetensors load_file": self.load_file,
-            "fastsafetensors": self.fastsafetensors,
+            "pinned copy": lambda: load_peers.pinned_copy(self.nbytes, self.device),
+            "safetensors load_file": lambda: load_peers.load_file(self.files, self.device),
+            "fastsafetensors": lambda: load_peers.fastsafetensors(self.files, direct=False),
         }
-        seconds, failed = self.run.interleaved(actions, runs, self.settle)
+        seconds, failed = self.run.interleaved(actions, runs, lambda: watch.settle(self.device))
         ours = "load_rank structure"
         ratios = {f"{name} / {ours}": common.ratios(seconds, name, ours) for name in seconds if name != ours}
         summaries = {name: common.summary(values) for name, values in seconds.items()}
         return {"seconds": summaries, "gb_per_s": self.rates(seconds), "ratios": ratios, "failed": failed}
 
     def sweep(self, runs: int) -> list[dict[str, Any]]:
-        """Chunk size, readers and ring size."""
-        parallel(warm_file, self.files)
-        seconds: dict[tuple[Check, int, int, int], list[float]] = {point: [] for point in sweep_points()}
+        """Chunk size and readers."""
+        watch.warm(self.files)
+        points: list[tuple[Check, int, int]] = [
+            (check, chunk, readers)
+            for check in ("structure", "digest") for chunk in (2, 4, 8, 16) for readers in (6, 8, 12, 16)
+        ]  # fmt: skip
+        seconds: dict[tuple[Check, int, int], list[float]] = {point: [] for point in points}
         for _ in range(runs):  # in turn, so that a machine that becomes slower does so for all
-            for point in seconds:
+            for point in points:
                 if self.run.over:
                     break
-                check, chunk, readers, ring = point
-                self.settle()
-                options = {"chunk_bytes": chunk * MIB, "readers": readers, "host_memory_bytes": ring * MIB}
+                check, chunk, readers = point
+                options = {"chunk_bytes": chunk * MIB, "readers": readers, "host_memory_bytes": 1 << 30}
+                watch.settle(self.device)
                 seconds[point].append(self.load(check, **options)())
         rows = []
-        for (check, chunk, readers, ring), found in seconds.items():
+        for (check, chunk, readers), found in seconds.items():
             if found:
                 rate = round(self.nbytes / 1e9 / statistics.median(found), 2)
-                rows.append(
-                    {"check": check, "chunk_mib": chunk, "readers": readers, "ring_mib": ring, "gb_per_s": rate}
-                )
+                rows.append({"check": check, "chunk_mib": chunk, "readers": readers, "gb_per_s": rate})
                 print(f"  {rows[-1]}", flush=True)
         return rows
 
@@ -256,7 +141,7 @@ class Bench:
         tiles, seconds, wrong, peak = self.pack.tiles, [], set(), 0
         for number in (self.pack.layers[0], *self.pack.layers[:layers]):
             source = repack_baseline.source_layer(self.source, number)
-            self.settle()
+            watch.settle(self.device)
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             began = time.perf_counter()
@@ -276,11 +161,11 @@ class Bench:
 
     def memory(self) -> dict[str, Any]:
         """Device memory over the final bytes, pinned host memory, and what is given back."""
-        self.settle()
+        watch.settle(self.device)
         torch.cuda.reset_peak_memory_stats()
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        free, resident = torch.cuda.mem_get_info()[0], rss_bytes()
-        with LeastFree() as least:
+        free, resident = torch.cuda.mem_get_info()[0], watch.rss_bytes()
+        with watch.LeastFree() as least:
             loaded = self.pack.load_rank(0, self.device)
         report, after = loaded.report, torch.cuda.mem_get_info()[0]
         found = {
@@ -290,11 +175,11 @@ class Bench:
             "peak_reserved_over_payload": torch.cuda.max_memory_reserved() - reserved - report.payload_bytes,
             "driver_over_payload": free - after - report.payload_bytes,
             "driver_peak_over_payload": free - least.free_bytes - report.payload_bytes,
-            "resident_kept": rss_bytes() - resident,
+            "resident_kept": watch.rss_bytes() - resident,
             "report": str(report),
         }
         del loaded
-        self.settle()
+        watch.settle(self.device)
         found["driver_kept"] = free - torch.cuda.mem_get_info()[0]
         return found
 
@@ -305,19 +190,17 @@ class Bench:
         share: list[float] = []
 
         def drop() -> None:
-            self.settle()
-            drop_cache(files)
-            share.append(max(cached(path) for path in files))
-
-        def dd() -> float:
-            return common.timed(lambda: direct_read(files))
+            watch.settle(self.device)
+            watch.drop_cache(files)
+            share.append(max(watch.cached(path) for path in files))
 
         actions: dict[str, Callable[[], float]] = {
-            "dd iflag=direct": dd,
+            "dd iflag=direct": lambda: load_peers.dd(files),
             "load_rank structure": self.load("structure", layers=wanted),
             "load_rank digest": self.load("digest", layers=wanted),
             "load_rank through the cache": self.load("structure", layers=wanted, direct=False),
-            "safetensors load_file": lambda: self._load_files(files),
+            "safetensors load_file": lambda: load_peers.load_file(files, self.device),
+            "fastsafetensors": lambda: load_peers.fastsafetensors(files, direct=True),
         }
         seconds, failed = self.run.interleaved(actions, runs, drop)
         return {
@@ -330,104 +213,6 @@ class Bench:
             },
             "failed": failed,
         }
-
-    def _load_files(self, files: list[Path]) -> float:
-        from safetensors.torch import load_file
-
-        return common.timed(lambda: [load_file(path, device=str(self.device)) for path in files])
-
-
-def sweep_points() -> list[tuple[Check, int, int, int]]:
-    """(check, chunk MiB, readers, ring MiB), the most telling first."""
-    points: list[tuple[Check, int, int, int]] = []
-    for chunk in (16, 8, 4):
-        points += [("structure", chunk, 16, 512), ("digest", chunk, 16, 512)]
-    points += [("structure", chunk, readers, 256) for chunk in (16, 8) for readers in (4, 8)]
-    points += [("structure", 8, 16, 256), ("structure", 4, 16, 256), ("digest", 16, 8, 256)]
-    return points
-
-
-class LeastFree:
-    """Watches the driver's free memory from another thread.
-
-    Attributes:
-        free_bytes: Least that was seen.
-    """
-
-    def __enter__(self) -> LeastFree:
-        self.free_bytes = torch.cuda.mem_get_info()[0]
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.005):
-            self.free_bytes = min(self.free_bytes, torch.cuda.mem_get_info()[0])
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-
-def warm_file(path: Path) -> None:
-    """Bring a file into the page cache."""
-    buffer = bytearray(8 * MIB)
-    with path.open("rb", buffering=0) as file:
-        while file.readinto(buffer):
-            pass
-
-
-def parallel(action: Callable[[Path], None], files: list[Path]) -> None:
-    """One thread a file."""
-    threads = [threading.Thread(target=action, args=(path,)) for path in files]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def drop_cache(files: list[Path]) -> None:
-    """Take files out of the page cache; all of it, where that is allowed."""
-    os.sync()
-    for path in files:
-        fd = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("1\n")
-    except OSError as error:
-        print(f"  drop_caches: {error.strerror}")
-
-
-def cached(path: Path) -> float:
-    """Share of a file in the page cache."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        return cached_share(fd, path.stat().st_size)
-    finally:
-        os.close(fd)
-
-
-def direct_read(files: list[Path]) -> None:
-    """``dd`` files past the page cache, one after the other."""
-    for path in files:
-        subprocess.run(["dd", f"if={path}", "of=/dev/null", "iflag=direct", "bs=16M", "status=none"], check=True)
-
-
-def rss_bytes() -> int:
-    """Resident memory that is not of files."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
-
-
-def gpu() -> dict[str, Any]:
-    """The card and its driver."""
-    if not torch.cuda.is_available():
-        return {}
-    query = ["nvidia-smi", "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader"]
-    asked = subprocess.run(query, capture_output=True, text=True, check=False)
-    return {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver, pcie": asked.stdout.strip()}
 
 
 def goals(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -457,14 +242,14 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     run = Run(options.seconds)
     run.result["question"] = (__doc__ or "").strip().splitlines()[0]
     run.part("machine", lambda: common.machine(folder))
-    run.part("gpu", gpu)
+    run.part("gpu", watch.gpu)
     bench = Bench(run, folder, options.layers, options.device, options.tiny)
     run.part("warm", lambda: bench.warm(options.runs))
     seconds = run.result.get("warm", {}).get("seconds", {}).get("load_rank structure", {}).get("median")
     run.part("repack", lambda: bench.repack(options.repack_layers, seconds))
     run.part("memory", bench.memory)
     run.part("cold", lambda: bench.cold(options.cold_layers, options.cold_runs))
-    run.part("sweep", lambda: bench.sweep(3))
+    run.part("sweep", lambda: bench.sweep(options.sweep_runs))
     run.result["goals"] = goals(run.result)
     return run.result
 
@@ -478,6 +263,7 @@ def main() -> None:
     parser.add_argument("--repack-layers", type=int, default=2)
     parser.add_argument("--cold-layers", type=int, default=4)
     parser.add_argument("--cold-runs", type=int, default=3)
+    parser.add_argument("--sweep-runs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=220, help="parts that would begin later are left out")
     parser.add_argument("--out", type=Path, help="also write the result here")
     parser.add_argument("--device", default="cuda")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks import common
+from benchmarks.b12x_calls import plain_call
 from hybrid_pack.runtime import HybridMoE, MoERuntime
-from hybrid_pack.runtime.b12x_backend import B12xBackend
 from hybrid_pack.runtime.doctor import driver_version
 from hybrid_pack.runtime.moe_runtime import DECODE_TOKENS, ROUTE_BLOCKS, RuntimeKey
 from hybrid_pack.runtime.random_layer import random_layer
@@ -41,44 +40,13 @@ FLOPS_PER_TOKEN = 2 * 3 * 6144 * 512 * TOP_K
 Action = Callable[[], object]
 
 
-def direct(backend: B12xBackend, arguments: Arguments, out: torch.Tensor) -> Action:
-    """What someone without hybrid-pack would write: b12x's functions, everything prepared before."""
-    runtime, (x, weights, ids) = backend.runtime, arguments
-    kernel, scratch, tokens = runtime.kernel, runtime.scratch, arguments[0].shape[0]
-    kept, tail = backend.tiers
-    if tokens <= DECODE_TOKENS:
-        assert backend.one_grid is not None
-        table = backend.one_grid.tier_map
-
-        def one_grid() -> None:
-            kernel.run_w4a16_moe_hybrid(
-                x, kept.bundle, tail.bundle, weights, ids, table, activation="silu", output=out,
-                force_tile_config=runtime.key.tiles, size_m=DECODE_TOKENS, **scratch.gemm,
-            )  # fmt: skip
-
-        return one_grid
-    assert scratch.second is not None
-    second, common_arguments = scratch.second[:tokens], {**scratch.gemm, **runtime.routes, "activation": "silu"}
-    index = runtime.prefill_of(tokens)
-
-    def two_launches() -> None:
-        for tier, output in ((kept, out), (tail, second)):
-            kernel.run_w4a16_moe(
-                x, tier.bundle, weights, ids, output=output, expert_map=tier.expert_map,
-                fused_launch=tier.prefill[index], **common_arguments,
-            )  # fmt: skip
-        out.add_(second)
-
-    return two_launches
-
-
 def calls(moe: HybridMoE, tokens: int) -> tuple[Action, Action, int, int]:
     """(ours, direct, calls in each, bytes of the experts visited): several calls with other routings for few tokens."""
     backend: Any = moe._run
     many = max(1, min(16, 64 // tokens))
     sets = [routing(moe, tokens, seed) for seed in range(many)]
     outs = [torch.empty_like(arguments[0]) for arguments in sets]
-    theirs = [direct(backend, arguments, out) for arguments, out in zip(sets, outs, strict=True)]
+    theirs = [plain_call(backend, arguments, out) for arguments, out in zip(sets, outs, strict=True)]
 
     def ours() -> None:
         for arguments, out in zip(sets, outs, strict=True):
@@ -198,8 +166,6 @@ def main() -> None:
         },
         "sweep": [] if options.no_sweep else sweep(moe, per_second),
     }
-    if os.environ.get("COMMIT"):
-        machine["commit"] = os.environ["COMMIT"]
     print(json.dumps(result["goals"], indent=1))
     common.save("gpu_moe", result)
     if options.out is not None:

@@ -8,7 +8,8 @@ import torch
 
 from hybrid_pack.errors import UsageError
 from hybrid_pack.runtime import b12x_probe
-from hybrid_pack.runtime.b12x_launch import ALIGNMENT, OneGrid, TierRunner, check_tensors, one_grid_problem
+from hybrid_pack.runtime.b12x_launch import ALIGNMENT, OneGrid, check_tensors, one_grid_problem
+from hybrid_pack.runtime.b12x_tier import TierRunner
 from hybrid_pack.runtime.layer import PackedMoELayer
 from hybrid_pack.runtime.moe_runtime import DECODE_TOKENS, MoERuntime, RuntimeKey, require_fitting, shared_runtime
 from hybrid_pack.runtime.random_layer import random_layer
@@ -168,11 +169,11 @@ class B12xBackend:
         if self.one_grid is not None and x.shape[0] <= DECODE_TOKENS:
             self.one_grid(x, weights, ids, out, stream)
             return
-        self.tiers[0](x, weights, ids, out)
+        self.tiers[0](x, weights, ids, out, stream)
         if len(self.tiers) == 2:
-            # A launch writes all of its output, it does not add to it: run_w4a16_moe ends with the sum over places.
+            # A launch writes all of its output, it does not add to it: it ends with the sum over places.
             second = self.runtime.scratch.second
             assert second is not None
             second = second[: x.shape[0]]
-            self.tiers[1](x, weights, ids, second)
+            self.tiers[1](x, weights, ids, second, stream)
             torch.add(out, second, out=out)

@@ -1,4 +1,4 @@
-"""One layer's launches: weight bundles made of its tensors without a copy, expert maps, and the calls into b12x.
+"""A layer's tensors as b12x takes them, without a copy, and both tiers in one launch (one tier: ``b12x_tier``).
 
 How b12x 1.1.0 treats ids, of which the code below makes use:
 
@@ -28,13 +28,6 @@ ONE_GRID_EXPERTS = 256
 
 ALIGNMENT = 16
 """Bytes; what the kernels assume of every pointer but the router weights'."""
-
-DIRECT = True
-"""Whether the one-grid kernel is launched by its compiled object instead of ``run_w4a16_moe_hybrid``.
-
-b12x plans a launch anew for each call, to find the compiled object of the last one; that takes longer on the host than
-the kernel on the GPU. A test compares the arguments of both ways.
-"""
 
 _DTYPES = {"I32": torch.int32, "U8": torch.uint8, "F32": torch.float32}
 
@@ -109,63 +102,15 @@ def bundle(layer: PackedMoELayer, tier: TierWeights, runtime: MoERuntime) -> Any
     )  # fmt: skip
 
 
-class TierRunner:
-    """Runs the experts of one tier, for any number of tokens up to the runtime's chunk.
-
-    Attributes:
-        bundle: b12x's weight bundle.
-        expert_map: i32 [E], row of each expert in the bundle, or -1.
-        prefill: b12x's launch for each of the runtime's ``prefill_sizes``.
-    """
-
-    def __init__(self, layer: PackedMoELayer, tier: TierWeights, runtime: MoERuntime, *, decode: bool) -> None:
-        """Compile what is needed.
-
-        Args:
-            layer: The layer.
-            tier: One of its tiers.
-            runtime: Shared scratch.
-            decode: Whether calls of few tokens come here, too, and not to a ``OneGrid``.
-        """
-        self._runtime, self._run = runtime, runtime.kernel.run_w4a16_moe
-        self.bundle = bundle(layer, tier, runtime)
-        table = torch.full((layer.geometry.num_experts,), -1, dtype=torch.int32)
-        table[tier.expert_ids.cpu().long()] = torch.arange(tier.expert_ids.numel(), dtype=torch.int32)
-        self.expert_map = table.to(layer.device)
-        name, scales = self.bundle.weight_layout, self.bundle.scale_format
-        experts = self.bundle.num_experts
-        self._decode: Any = None
-        if decode:
-            self._decode = runtime.tier_launch(
-                name, experts, scales, tokens=DECODE_TOKENS, block=DECODE_BLOCK, decode=True
-            )
-        self.prefill = [
-            runtime.tier_launch(name, experts, scales, tokens=tokens, block=block, decode=False)
-            for tokens, block in (runtime.prefill_sizes() if runtime.has_prefill else ())
-        ]
-        self._common = {
-            "activation": "silu",
-            "expert_map": self.expert_map,
-            "swiglu_limit": runtime.activation.limit,
-            **runtime.scratch.gemm,
-            **runtime.routes,
-        }
-
-    def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
-        """Write this tier's sum to out, bf16 [M, H]; all of it is written, whatever the ids."""
-        tokens = x.shape[0]
-        if self._decode is not None and tokens <= DECODE_TOKENS:
-            launch = self._decode
-        else:
-            launch = self.prefill[self._runtime.prefill_of(tokens)]
-        self._run(x, self.bundle, weights, ids, output=out, fused_launch=launch, **self._common)
-
-
 class OneGrid:
     """Both tiers in one launch, for up to ``DECODE_TOKENS`` tokens.
 
     A token's routes are added to its output with atomic additions in BF16 (``red_add_global_bf16x2``), in no fixed
     order: results are not the same bit for bit from call to call.
+
+    The kernel is launched by its compiled object, as ``_w4a16_fused_moe_hybrid_launch_flat`` does it, and not by
+    ``run_w4a16_moe_hybrid``. b12x plans a launch anew for each call, to find the compiled object of the last one; that
+    takes longer on the host than the kernel on the GPU. A test compares the arguments of both ways.
     """
 
     def __init__(self, layer: PackedMoELayer, kept: Any, tail: Any, runtime: MoERuntime) -> None:
@@ -239,15 +184,6 @@ class OneGrid:
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, stream: int
     ) -> None:
         """Write the layer's sum to out, bf16 [M, H], M at most ``DECODE_TOKENS``; all of it is written."""
-        if DIRECT:
-            self._direct(x, weights, ids, out, stream)
-        else:
-            self.through_b12x(x, weights, ids, out)
-
-    def _direct(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, stream: int
-    ) -> None:
-        """As ``_w4a16_fused_moe_hybrid_launch_flat`` does it."""
         kernel, tokens = self._runtime.kernel, x.shape[0]
         gmem = kernel.cute.AddressSpace.gmem
         self._compiled(
@@ -264,13 +200,6 @@ class OneGrid:
             self._grids[tokens - 1],
             kernel.cuda.CUstream(stream),
         )
-
-    def through_b12x(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
-        """The same by b12x's public function."""
-        self._runtime.kernel.run_w4a16_moe_hybrid(
-            x, self._kept, self._tail, weights, ids, self.tier_map, activation="silu", output=out,
-            force_tile_config=self._runtime.key.tiles, size_m=DECODE_TOKENS, **self._runtime.scratch.gemm,
-        )  # fmt: skip
 
 
 def one_grid_problem(kept: Sequence[int], tail: Sequence[int], limit: float | None) -> str | None:

@@ -31,9 +31,9 @@ class Sizes:
     """What a host memory limit amounts to.
 
     Attributes:
-        host_memory_bytes: The limit.
+        host_memory_bytes: Of all buffers together.
         chunk_bytes: Size of a buffer, a multiple of 4096.
-        readers: Threads; there are at least two buffers for each, one to fill while the other is copied from.
+        readers: Threads.
     """
 
     host_memory_bytes: int
@@ -66,7 +66,9 @@ def choose_sizes(
     count = min(MAX_READERS, len(os.sched_getaffinity(0))) if readers is None else readers
     count = min(count, host_memory_bytes // least)
     chunk = min(CHUNK_BYTES if chunk_bytes is None else chunk_bytes, host_memory_bytes // (2 * count))
-    return Sizes(host_memory_bytes, chunk // ALIGNMENT * ALIGNMENT, count)
+    chunk = chunk // ALIGNMENT * ALIGNMENT
+    # One to fill while the other is copied from. With more, fewer of them are in a cache when they are filled again.
+    return Sizes(2 * count * chunk, chunk, count)
 
 
 class LoadBuffers:

@@ -292,6 +292,14 @@ class MoERuntime:
 
         return self.compiled((name, experts, scale_format, tokens, block, decode), make)
 
+    def sum_launch(self) -> Any:
+        """The launch that sums a token's places in a fixed order, after any of the route-packed ones."""
+        key = self.key
+        return self.compiled(
+            ("sum",),
+            lambda: self.kernel.compile_w4a16_topk_sum(m=1, topk=key.top_k, hidden_size=key.hidden_size),
+        )
+
     def enter(self) -> int:
         """Make the current stream wait for the last one used, if that is another; returns the stream's handle."""
         stream = torch.cuda.current_stream(self.key.device)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import hybrid_pack
+from benchmarks.b12x_calls import plain_call
 from hybrid_pack import EnvironmentFailure, UsageError
 from hybrid_pack.convert import convert
 from hybrid_pack.io.checkpoint import open_checkpoint
@@ -215,12 +216,11 @@ def test_the_self_test_for_other_gpus_passes_here(tiles: Any, kept_scale_format:
     assert b12x_backend.self_test(torch.device("cuda", 0), tiles, kept_scale_format) is None
 
 
-def test_both_ways_to_launch_the_one_grid_kernel() -> None:
+def test_ours_and_b12x_s_own_calls_agree() -> None:
     layer = random_layer(HIDDEN, 256, EXPERTS, (0, 3), (1, 2, 4, 5, 6, 7), device="cuda")
-    moe = HybridMoE(layer, TOP_K, 8)
-    one_grid = moe._run.one_grid  # type: ignore[attr-defined]
-    for tokens in range(1, 9):
+    moe = HybridMoE(layer, TOP_K, 1024)
+    for tokens in (*range(1, 10), 33, 128, 300, 700):
         arguments = given(tokens, HIDDEN, EXPERTS, TOP_K)
         other = torch.empty_like(arguments[0])
-        one_grid.through_b12x(*arguments, other)
+        plain_call(moe._run, arguments, other)()  # type: ignore[arg-type]
         assert relative(moe(*arguments), other.float()) < 5e-3

@@ -1,6 +1,9 @@
-"""Two ranks on two GPUs: the sum of their outputs against TP1, and which files each rank opened.
+"""Two ranks: the sum of their outputs against TP1, and which files each rank opened.
 
-python -m tests.gpu.tp2 [PACK_FOLDER]
+    python -m tests.gpu.tp2 [--one-gpu]
+
+On two GPUs the sum is NCCL's. ``--one-gpu`` is for machines that have but one: both processes use it, and since NCCL
+refuses that, copies of their outputs are summed on the host by gloo.
 """
 
 from __future__ import annotations
@@ -38,14 +41,18 @@ def make_packs(folder: Path) -> None:
         convert(make_plan(open_checkpoint(folder / "source"), Topology(tp, 1)), folder / f"tp{tp}")
 
 
-def worker(rank: int, folder: str, port: int) -> None:
+def worker(rank: int, folder: str, port: int, one_gpu: bool) -> None:
     """One rank: load, run, reduce; rank 0 compares and writes ``result.json``."""
     opened: list[str] = []
     sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", 0 if one_gpu else rank)
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", rank=rank, world_size=2, device_id=device)
+    if one_gpu:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+    else:
+        dist.init_process_group("nccl", rank=rank, world_size=2, device_id=device)
     pack = hybrid_pack.open_pack(Path(folder, "tp2"))
     loaded = pack.load_rank(rank, device, expect_tp=2)
     moes = {number: HybridMoE(layer, SPEC.top_k, max(TOKENS)) for number, layer in loaded.items()}
@@ -53,25 +60,28 @@ def worker(rank: int, folder: str, port: int) -> None:
     result: dict[str, Any] = {"files": files, "backends": sorted({moe.backend for moe in moes.values()})}
     single = {}
     if rank == 0:
-        whole = hybrid_pack.open_pack(Path(folder, "tp1")).load_rank(0, device)
-        single = {number: HybridMoE(layer, SPEC.top_k, max(TOKENS)) for number, layer in whole.items()}
+        layers = hybrid_pack.open_pack(Path(folder, "tp1")).load_rank(0, device)
+        single = {number: HybridMoE(layer, SPEC.top_k, max(TOKENS)) for number, layer in layers.items()}
     result["distances"] = {}
     for number, moe in moes.items():
         for tokens in TOKENS:
             arguments = given(tokens, SPEC.hidden, SPEC.num_experts, SPEC.top_k)  # the same on both: same seed
             total = moe(*arguments).float()
+            total = total.cpu() if one_gpu else total
             dist.all_reduce(total)
             if rank == 0:
-                result["distances"][f"{number}/{tokens}"] = relative(total, single[number](*arguments).float())
+                whole = single[number](*arguments)
+                result["distances"][f"{number}/{tokens}"] = relative(total.to(device), whole.float())
     dist.barrier()
     Path(folder, f"result-{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
 
-def run(folder: Path) -> list[dict[str, Any]]:
+def run(folder: Path, *, one_gpu: bool) -> list[dict[str, Any]]:
     """Both ranks' results."""
     make_packs(folder)
-    mp.spawn(worker, args=(str(folder), 29500 + os.getpid() % 1000), nprocs=2)  # type: ignore[no-untyped-call]
+    arguments = (str(folder), 29500 + os.getpid() % 1000, one_gpu)
+    mp.spawn(worker, args=arguments, nprocs=2)  # type: ignore[no-untyped-call]
     return [json.loads(Path(folder, f"result-{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -90,6 +100,6 @@ def complaints(results: list[dict[str, Any]]) -> list[str]:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        outcome = run(Path(sys.argv[1] if len(sys.argv) > 1 else scratch))
+        outcome = run(Path(scratch), one_gpu=sys.argv[1:] == ["--one-gpu"])
     print(json.dumps(outcome, indent=1))
     sys.exit("\n".join(complaints(outcome)) or None)

@@ -84,6 +84,7 @@ class Gpu:
 
     Attributes:
         launches: Kind of each kernel launched: ``one grid``, ``decode``, ``prefill``, ``sum``.
+        calls: Each of them with its arguments.
         compiled: Keys of CuTe kernels compiled.
         triton: Signatures Triton compiled a kernel for: name, constants, and what it specialises arguments on.
         capturing: Whether a graph is captured.
@@ -94,6 +95,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self.launches: list[str] = []
+        self.calls: list[tuple[Compiled, tuple[Any, ...]]] = []
         self.compiled: list[Any] = []
         self.triton: set[tuple[Any, ...]] = set()
         self.capturing = False
@@ -140,10 +142,10 @@ class Compiled:
     """A compiled CuTe kernel."""
 
     def __init__(self, gpu: Gpu, kernel: Any) -> None:
-        self.gpu, self.kernel, self.calls = gpu, kernel, []
+        self.gpu, self.kernel = gpu, kernel
 
     def __call__(self, *arguments: Any) -> None:
-        self.calls.append(arguments)
+        self.gpu.calls.append((self, arguments))
         if self.gpu.fails is not None:
             raise self.gpu.fails
         name = type(self.kernel).__name__

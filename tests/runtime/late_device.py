@@ -120,8 +120,9 @@ class LateDevice:
         self.step("event")
         return LateEvent(self)
 
-    def copy(self, host: torch.Tensor, target: torch.Tensor) -> None:
+    def copy(self, host: torch.Tensor, begin: int, target: torch.Tensor, to: int, nbytes: int) -> None:
         self.step("copy")
+        host, target = host[begin : begin + nbytes], target[to : to + nbytes]
         assert getattr(self._entered, "yes", False), "copied by a thread that had not entered"
         first = host.data_ptr()
         assert host.shape == target.shape and host.nbytes

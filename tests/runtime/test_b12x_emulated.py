@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.b12x_calls import plain_call
 from hybrid_pack import EnvironmentFailure, UsageError
 from hybrid_pack.runtime import Accepted, HybridMoE, MoERuntime, PackedMoELayer, Rejected, b12x_backend, moe_runtime
 from hybrid_pack.runtime.b12x_backend import B12xBackend
@@ -174,25 +175,30 @@ def test_route_blocks(gpu: Gpu) -> None:
         MoERuntime(RuntimeKey.of(placed, TOP_K), 64, route_blocks=((20, 8),))
 
 
-def test_the_one_grid_launch_is_b12x_s_own(gpu: Gpu) -> None:
-    backend = B12xBackend(gpu.place(layer_of()), TOP_K, 16)
-    assert backend.one_grid is not None
-    calls = backend.one_grid._compiled.calls
+def comparable(argument: Any) -> object:
+    """What a kernel sees of an argument."""
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr(), argument.shape, argument.dtype
+    if hasattr(argument, "_pointer"):
+        return int(argument._pointer), argument._dtype, argument._assumed_align, argument._addr_space
+    return int(getattr(argument, "value", argument)), type(argument).__name__
 
-    def comparable(argument: Any) -> object:
-        if isinstance(argument, torch.Tensor):
-            return argument.data_ptr(), argument.shape, argument.dtype
-        if hasattr(argument, "_pointer"):
-            return int(argument._pointer), argument._dtype, argument._assumed_align, argument._addr_space
-        return int(argument), type(argument).__name__
 
-    for tokens in range(1, 9):
-        arguments = [to_gpu(tensor) for tensor in (*given(tokens), torch.empty(tokens, H, dtype=torch.bfloat16))]
-        calls.clear()
-        backend.one_grid._direct(*arguments, 0)
-        backend.one_grid.through_b12x(*arguments)
-        ours, theirs = calls
-        assert [comparable(a) for a in ours] == [comparable(a) for a in theirs]
+@pytest.mark.parametrize("options", [{}, {"kept_scale_format": "e8m0_k32"}, {"activation": "silu(limit=0.5)"}], ids=str)
+def test_launches_are_b12x_s_own(gpu: Gpu, options: dict[str, Any]) -> None:
+    """The same compiled kernels, in the same order, with the same arguments, as b12x's public functions give them."""
+    placed = gpu.place(layer_of(**options))
+    runtime = MoERuntime(RuntimeKey.of(placed, TOP_K), 100, route_blocks=((20, 8), (40, 32), (1 << 30, 64)))
+    backend = B12xBackend(placed, TOP_K, 100, runtime)
+    first = 1 if backend.one_grid is not None else 9
+    for tokens in (*range(first, 10), 16, 17, 20, 21, 32, 33, 40, 41, 64, 65, 100):
+        x, weights, ids, out = map(to_gpu, (*given(tokens), torch.empty(tokens, H, dtype=torch.bfloat16)))
+        ways = []
+        for call in (lambda: backend(x, weights, ids, out), plain_call(backend, (x, weights, ids), out)):  # noqa: B023
+            gpu.calls.clear()
+            call()
+            ways.append([(id(kernel), *map(comparable, arguments)) for kernel, arguments in gpu.calls])
+        assert ways[0] == ways[1] and len(ways[0]) == (1 if tokens <= 8 else 4)
 
 
 def test_the_one_grid_code_is_not_that_of_another_split(gpu: Gpu) -> None:

@@ -149,7 +149,8 @@ def test_layers_are_not_waited_for(packs: Packs, device: LateDevice, monkeypatch
         return preadv(fd, views, offset, *rest)
 
     monkeypatch.setattr(os, "preadv", watched)
-    loaded = stream(pack, device, layers=[MAPPED, MTP], readers=1, host_memory_bytes=64 << 20, chunk_bytes=64 << 10)
+    with LoadBuffers.of(device, Sizes(64 << 20, 64 << 10, 1)) as buffers:
+        loaded = stream(pack, device, layers=[MAPPED, MTP], buffers=buffers)
     monkeypatch.undo()
     assert_same(pack, loaded)
 
@@ -289,7 +290,7 @@ def test_wrong_buffers(packs: Packs, device: LateDevice) -> None:
 
 def test_more_host_memory_than_there_is(packs: Packs, device: LateDevice) -> None:
     with pytest.raises(EnvironmentFailure, match=r"cannot map \d+ bytes of host memory .*; lower host_memory_bytes"):
-        stream(hybrid_pack.open_pack(packs.pack("nvfp4")), device, host_memory_bytes=1 << 50)
+        stream(hybrid_pack.open_pack(packs.pack("nvfp4")), device, host_memory_bytes=1 << 50, chunk_bytes=1 << 48)
     assert device.calls == {}
 
 

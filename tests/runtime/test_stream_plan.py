@@ -109,7 +109,8 @@ def test_sizes() -> None:
             for chunk in (None, 4096, 5000, 1 << 30):
                 sizes = choose_sizes(limit, readers, chunk)
                 assert 1 <= sizes.readers <= readers and sizes.chunk_bytes % 4096 == 0
-                assert sizes.chunk_bytes >= 4096 and 2 * sizes.readers * sizes.chunk_bytes <= limit
+                assert sizes.chunk_bytes >= 4096 and 2 * sizes.readers * sizes.chunk_bytes == sizes.host_memory_bytes
+                assert sizes.host_memory_bytes <= limit
     for wrong in (
         {"host_memory_bytes": 1000},
         {"readers": 0},

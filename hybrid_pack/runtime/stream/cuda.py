@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hybrid_pack.errors import EnvironmentFailure, UsageError
+from hybrid_pack.runtime.stream import driver
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -21,30 +22,44 @@ def failed(error: RuntimeError, device: torch.device) -> EnvironmentFailure:
 
 
 class CudaEvent:
-    """An event that a waiting thread sleeps on rather than spins; see ``Event``."""
+    """An event that a waiting thread sleeps on rather than spins; see ``Event``.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        device: Named in errors.
+        stream: Handle of the stream of the copies, which is the calling thread's current one.
+    """
+
+    def __init__(self, device: torch.device, stream: int) -> None:
+        self._device, self._stream = device, stream
+        self._driver = driver.library()
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        try:
+            self._event.record()  # torch makes it now, on the current device
+            self._handle = int(self._event.cuda_event)
+        except RuntimeError as error:
+            raise failed(error, device) from None
 
     def record(self) -> None:
-        """On the calling thread's current stream."""
-        try:
-            self._event.record()
-        except RuntimeError as error:
-            raise failed(error, self._device) from None
+        """On the stream of the copies."""
+        self._require(self._driver.cuEventRecord(self._handle, self._stream))
 
     def query(self) -> bool:
         """Whether it is passed."""
-        try:
-            return bool(self._event.query())  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise failed(error, self._device) from None
+        code = int(self._driver.cuEventQuery(self._handle))
+        if code != driver.NOT_READY:
+            self._require(code)
+        return not code
 
     def synchronize(self) -> None:
         """Wait until it is."""
         try:
             self._event.synchronize()
+        except RuntimeError as error:
+            raise failed(error, self._device) from None
+
+    def _require(self, code: int) -> None:
+        try:
+            driver.require(code)
         except RuntimeError as error:
             raise failed(error, self._device) from None
 
@@ -71,6 +86,8 @@ class CudaDevice:
                 raise UsageError("layers cannot be loaded while a CUDA graph is captured", where=self.device)
             self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._handle = int(self._stream.cuda_stream)
+            self._driver, self._context = driver.library(), driver.context_of(self._handle)
         except RuntimeError as error:
             raise failed(error, self.device) from None
 
@@ -105,6 +122,8 @@ class CudaDevice:
         try:
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(self._stream)
+            # torch leaves that to the first call of its own that needs it.
+            driver.require(self._driver.cuCtxSetCurrent(self._context))
         except RuntimeError as error:
             raise failed(error, self.device) from None
 
@@ -126,13 +145,15 @@ class CudaDevice:
                 self._clear_error()
 
     def event(self) -> CudaEvent:
-        """A new event."""
-        return CudaEvent(self.device)
+        """A new event, for a thread that has entered."""
+        return CudaEvent(self.device, self._handle)
 
-    def copy(self, host: torch.Tensor, target: torch.Tensor) -> None:
-        """Start a copy on the stream that ``enter`` made current."""
+    def copy(self, host: torch.Tensor, begin: int, target: torch.Tensor, to: int, nbytes: int) -> None:
+        """Start a copy on the stream of the copies; see ``Device``."""
         try:
-            target.copy_(host, non_blocking=True)
+            driver.require(
+                self._driver.cuMemcpyHtoDAsync_v2(target.data_ptr() + to, host.data_ptr() + begin, nbytes, self._handle)
+            )
         except RuntimeError as error:
             raise failed(error, self.device) from None
 

@@ -11,7 +11,7 @@ class Event(Protocol):
     """A point in the order of a device's copies."""
 
     def record(self) -> None:
-        """Be the point after every copy started so far by this thread's stream."""
+        """Be the point after every copy started so far."""
 
     def query(self) -> bool:
         """Whether that point is passed."""
@@ -40,7 +40,7 @@ class Device(Protocol):
         """
 
     def enter(self) -> None:
-        """Prepare the calling thread; comes before ``copy`` and ``Event.record``."""
+        """Prepare the calling thread; comes before ``event``, ``copy`` and ``Event.record``."""
 
     def pin(self, host: torch.Tensor) -> None:
         """Lock a host buffer in memory so that the device can read it by itself.
@@ -55,8 +55,16 @@ class Device(Protocol):
     def event(self) -> Event:
         """A new event."""
 
-    def copy(self, host: torch.Tensor, target: torch.Tensor) -> None:
-        """Start to copy from a pinned buffer; returns at once."""
+    def copy(self, host: torch.Tensor, begin: int, target: torch.Tensor, to: int, nbytes: int) -> None:
+        """Start to copy from a pinned buffer; returns at once.
+
+        Args:
+            host: The buffer, u8.
+            begin: Of its bytes, the first to copy.
+            target: Device memory, u8.
+            to: Of its bytes, the first to write.
+            nbytes: How many.
+        """
 
     def synchronize(self) -> None:
         """Wait for every copy started so far."""
@@ -109,10 +117,10 @@ class HostMemory:
         """One that is always passed."""
         return Passed()
 
-    def copy(self, host: torch.Tensor, target: torch.Tensor) -> None:
+    def copy(self, host: torch.Tensor, begin: int, target: torch.Tensor, to: int, nbytes: int) -> None:
         """Copy, or drop."""
         if not self._discard:
-            target.copy_(host)
+            target[to : to + nbytes].copy_(host[begin : begin + nbytes])
 
     def synchronize(self) -> None:
         """Nothing."""

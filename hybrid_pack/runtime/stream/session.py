@@ -19,9 +19,6 @@ from hybrid_pack.runtime.stream.files import ShardFile
 from hybrid_pack.runtime.stream.plan import Layout, Task, page_floor
 from hybrid_pack.runtime.stream.ring import Buffer, Ring
 
-HASH_BYTES = 1 << 20
-"""Read, then hashed, at a time where reads go through the page cache: small enough for a core's own cache."""
-
 PROGRESS_SECONDS = 0.1
 """How often progress is told."""
 
@@ -202,13 +199,9 @@ class Session:
                 return
             buffer = self._ring.take()
             base = page_floor(begin)
-            view = buffer.view
-            step = end - base if walker is None or source.file.direct else HASH_BYTES
-            for at in range(base, end, step):
-                stop = min(at + step, end)
-                source.file.read(view[at - base :], at, stop)
-                if walker is not None:
-                    walker.feed(view[max(at, begin) - base : stop - base])
+            source.file.read(buffer.view, base, end)
+            if walker is not None:
+                walker.feed(buffer.view[begin - base : end - base])
             self._copy(source, memory, buffer, begin, end)
             self._done[number] += end - begin
 
@@ -216,8 +209,7 @@ class Session:
         base = page_floor(begin)
         self._ring.pin(buffer)
         for move in source.layout.moves_of(begin, end):
-            target = memory[move.to : move.to + move.end - move.begin]
-            self._device.copy(buffer.tensor[move.begin - base : move.end - base], target)
+            self._device.copy(buffer.tensor, move.begin - base, memory, move.to, move.end - move.begin)
         self._ring.fly(buffer)
 
 
