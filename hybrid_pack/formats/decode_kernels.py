@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybrid_pack.layouts.jit import kernel
+from hybrid_pack.jit import kernel
 
 
 @kernel

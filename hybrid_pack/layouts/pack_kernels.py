@@ -14,7 +14,7 @@ import numpy as np
 from numba import uint32 as u32
 from numba import uintp
 
-from hybrid_pack.layouts.jit import inline, kernel
+from hybrid_pack.jit import inline, kernel
 
 
 @inline

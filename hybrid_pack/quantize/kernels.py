@@ -30,7 +30,7 @@ from numba import float32 as f32
 from numba import int32 as i32
 from numba import uint64 as u64
 
-from hybrid_pack.layouts.jit import inline, kernel, part
+from hybrid_pack.jit import inline, kernel, part
 from hybrid_pack.quantize.book import E2M1_KIND, SIGNED_KIND
 
 LANES = 64

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_pack.formats import e2m1, e4m3, e8m0
-from hybrid_pack.layouts.jit import inline, kernel
+from hybrid_pack.jit import inline, kernel
 
 MARGIN = 4e-6
 """Of a distance, relative to the largest magnitude in its group: some roundings of binary32."""

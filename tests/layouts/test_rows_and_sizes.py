@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import pytest
 
-from hybrid_pack.layouts import jit
+from hybrid_pack import jit
 from hybrid_pack.layouts.nf3_2p1 import Nf32p1
 from hybrid_pack.layouts.packed_fp4 import PackedFp4
 from hybrid_pack.layouts.rows import Rows

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_pack.layouts import jit
+from hybrid_pack import jit
 
 PACK = """
 import numpy as np
