@@ -270,7 +270,8 @@ def _from_roles(
         module = _module(next(iter(fields.values())).header.name, name) + suffix
         matrix = _matrix(where, module, fields, mx_bias, turned)
         if isinstance(matrix, Unsupported):
-            return Unsupported(f"{module}: {matrix.reason}", matrix.wide)
+            read = " (its shapes turned to [N, K])" if turned else ""
+            return Unsupported(f"{module}{read}: {matrix.reason}", matrix.wide)
         if role == "gate_up":
             pair = _gate_up(where, matrix, BIAS in fields, config)
             if isinstance(pair, Unsupported):
