@@ -258,6 +258,19 @@ class Plan:
         """I, padded where that was asked for."""
         return self.geometry.intermediate * self.topology.tensor_parallel
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that decide the experts' bytes, as the manifest remembers them."""
+        source, chosen = self.source.options, self.quantization
+        return {
+            "kept_format": source.kept_format,
+            "requantize": source.requantize,
+            "mx_bias": source.mx_bias,
+            "search": chosen.search,
+            "importance": chosen.importance_digest,
+            "hessians": chosen.hessians_digest,
+        }
+
     def rank_bytes(self, rank: int) -> Mapping[str, int]:
         """Expert bytes a rank loads, by tier."""
         tiers = {"kept": 0, "tail": 0}
@@ -271,7 +284,6 @@ class Plan:
         """What must be equal for finished files of another run to be of use: the source, the layout and the options."""
         files = [[self.source.file_name(f), f.nbytes, f.digest] for f in self.source.shards.files]
         tiers = {str(i): self.source.layers[i].kept for i in self.layers}
-        chosen = self.quantization
         return {
             "format_version": FORMAT_VERSION,
             "abi": LAYOUT_ABI,
@@ -283,12 +295,9 @@ class Plan:
             "source_files": blake3_digest(json.dumps(files).encode()),
             "bit_map": blake3_digest(json.dumps(tiers).encode()),
             "kept_formats": {str(i): self.source.layers[i].kept_format for i in self.layers},
-            "mx_bias": self.source.options.mx_bias,
             "intermediate": self.intermediate,
-            "search": chosen.search,
-            "importance": chosen.importance_digest,
-            "hessians": chosen.hessians_digest,
-            "device": chosen.device,
+            "options": self.options,
+            "device": self.quantization.device,
         }
 
 

@@ -75,21 +75,9 @@ def _report(plan: Plan, records: dict[str, Record]) -> Record:
         ],
         "experts_cast": len(cast),
         "experts_quantized": quantized_tiers(plan, records),
-        "options": _options(plan),
+        "options": plan.options,
         "layers_omitted": list(plan.omitted),
         "notes": [_text(note) for note in plan.notes],
-    }
-
-
-def _options(plan: Plan) -> Record:
-    source, chosen = plan.source, plan.quantization
-    return {
-        "kept_format": source.options.kept_format,
-        "requantize": source.options.requantize,
-        "mx_bias": source.options.mx_bias,
-        "search": chosen.search,
-        "importance": chosen.importance_digest,
-        "hessians": chosen.hessians_digest,
     }
 
 

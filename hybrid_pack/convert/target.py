@@ -46,6 +46,8 @@ def matches_manifest(manifest: Manifest, fingerprint: dict[str, Any], plan: Plan
         "tensor_parallel": manifest.topology.tensor_parallel,
         "expert_parallel": manifest.topology.expert_parallel,
         "layers": [int(layer) for layer in manifest.layers],
+        "intermediate": manifest.geometry.intermediate_size_padded,
+        "options": manifest.report.options.model_dump(),
         "source_config": manifest.source.config_digest,
         "source_index": manifest.source.index_digest,
     }

@@ -158,6 +158,7 @@ def expert(
     intermediate: int,
     tiles: tuple[int, int, int, int],
     levels: tuple[float, ...] = NF3_LEVELS,
+    gated: bool = True,
 ) -> tuple[F64, F64]:
     """The weights of one expert of a shard.
 
@@ -169,9 +170,10 @@ def expert(
         intermediate: I of this rank.
         tiles: (fc1_tile_k, fc1_tile_n, fc2_tile_k, fc2_tile_n).
         levels: NF3 code book, eight values.
+        gated: Whether w13 holds gate and up.
 
     Returns:
-        f64 [2 I, H], gate rows then up rows, and f64 [H, I].
+        f64 [2 I, H], gate rows then up rows, or [I, H] without a gate, and f64 [H, I].
     """
     tier = "tail" if name == "nf3" else "kept"
 
@@ -179,4 +181,4 @@ def expert(
         words, scales, global_scale = (tensors[f"{tier}.{which}{end}"][row] for end in ("", "_scale", "_global_scale"))
         return dequantize(name, words, scales, float(global_scale), n, k, tile_n, levels)
 
-    return matrix("w13", 2 * intermediate, hidden, tiles[1]), matrix("w2", hidden, intermediate, tiles[3])
+    return matrix("w13", (1 + gated) * intermediate, hidden, tiles[1]), matrix("w2", hidden, intermediate, tiles[3])
