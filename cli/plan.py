@@ -51,6 +51,7 @@ def _rule(keep: int | None, keep_fraction: Any, budget: int | None, floor: int |
 )
 @click.option("--kept-format", type=click.Choice(["nvfp4", "mxfp4"]), help="By default as stored, else nvfp4.")
 @click.option("--include-mtp", is_flag=True, help="Choose in MTP layers too, instead of keeping all their experts.")
+@click.option("--pad", is_flag=True, help="Count with the intermediate size padded, as convert --pad.")
 @click.option("--cards", metavar="NxGB", help="Show only these cards, such as 4x96GB.")
 @click.option("--working-room", type=BYTES, help="Left free by weights and KV cache; by default 4GiB.")
 @click.option("--out", type=FILE, help="JSON file to write the map to, for convert --bit-map; else nothing is written.")
@@ -61,7 +62,7 @@ def command(
 ) -> None:
     """Choose which experts are kept and which go to the NF3 tail, and show what that costs.
 
-    SRC is a checkpoint folder or a Hub id (org/name[@revision]); only its headers are read.
+    SRC is a checkpoint folder or a Hub id (org/name[@revision]); only its headers are read, but for --from-weights.
     """
     if (saliency is None) != from_weights:
         raise click.UsageError("give one of --saliency and --from-weights")
@@ -74,14 +75,15 @@ def command(
     from hybrid_pack.tiers.source import weights_saliency
 
     topology, sizes = ranks_for(options["cards"], tp, ep)
-    root, name = local_source(src, headers_only=True)
+    root, name = local_source(src, headers_only=not from_weights)
     if out is not None:
         require_free(out, options["overwrite"], root, (saliency,) if saliency else ())
     source = open_checkpoint(root, name=name, require_map=False)
     model = read_model(source)
     chosen = {name: options[name] for name in ("kept_format", "include_mtp")}
+    pad = options["pad"]
     found = read_saliency(saliency) if saliency else weights_saliency(source, model, **chosen)
-    plan = plan_tiers(model, found, rule, topology, **chosen)
+    plan = plan_tiers(model, found, rule, topology, pad=pad, **chosen)
     cards = fits(plan.largest.total, topology.ranks, plan.kv, options["working_room"], sizes)
     document = tier_tables.tiers_json(plan, cards, out) if options["as_json"] else None
     if out is not None:

@@ -199,6 +199,7 @@ def plan_tiers(
     *,
     kept_format: str | None = None,
     include_mtp: bool = False,
+    pad: bool = False,
 ) -> TierPlan:
     """Choose the kept experts.
 
@@ -209,12 +210,13 @@ def plan_tiers(
         topology: tp and ep the sizes are for.
         kept_format: ``nvfp4`` or ``mxfp4``; None is ``default_kept_format``.
         include_mtp: Choose in MTP layers too.
+        pad: Pad the intermediate size where the topology cannot split it, as ``convert --pad``.
 
     Raises:
         DataError: Saliency that does not fit the model.
         UsageError: An illegal topology, a number out of range, a budget that is too small.
     """
-    geometry = geometry_of(model.hidden, model.intermediate, model.num_experts, topology)
+    geometry = geometry_of(model.hidden, model.intermediate, model.num_experts, topology, gated=model.gated, pad=pad)
     layers = planned_layers(model, include_mtp)
     kept_format = kept_format or default_kept_format(model)
     scores, notes = for_layers(saliency, layers, model.layers, model.num_experts)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hybrid_pack.layouts.shard import RankGeometry, shard_tensors
 from hybrid_pack.plan import SCALE_FORMATS, ShardPlan
-from hybrid_pack.sharding import Topology, require_legal
+from hybrid_pack.sharding import Topology, padded_intermediate, require_legal
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,19 @@ class RankBytes:
         return self.experts + self.base
 
 
-def geometry_of(hidden: int, intermediate: int, num_experts: int, topology: Topology) -> RankGeometry:
+def geometry_of(
+    hidden: int, intermediate: int, num_experts: int, topology: Topology, *, gated: bool = True, pad: bool = False
+) -> RankGeometry:
     """Sizes of a rank's share.
 
     Raises:
         UsageError: The topology cannot be.
     """
-    tiles = require_legal(hidden, intermediate, num_experts, topology)
-    return RankGeometry(hidden, intermediate // topology.tensor_parallel, tiles)
+    tp = topology.tensor_parallel
+    if pad:
+        intermediate = padded_intermediate(hidden, intermediate, tp, gated) or intermediate
+    tiles = require_legal(hidden, intermediate, num_experts, topology, gated)
+    return RankGeometry(hidden, intermediate // tp, tiles, gated)
 
 
 def kept_cost(geometry: RankGeometry, kept_format: str) -> int:

@@ -10,8 +10,10 @@ from typing import Any
 from hybrid_pack.errors import DataError, UsageError
 from hybrid_pack.io.bitmap import spans
 from hybrid_pack.io.checkpoint import Checkpoint
+from hybrid_pack.io.reader import TensorReader
+from hybrid_pack.tiers.measure import measure_of
 from hybrid_pack.tiers.saliency import Saliency
-from hybrid_pack.tiers.weights import Measure, saliency_from_weights
+from hybrid_pack.tiers.weights import saliency_from_weights
 
 FOUR_BIT = frozenset({"nvfp4", "mxfp4"})
 """Stored formats that are kept as they are; a layer of them that no map names is packed with everything kept."""
@@ -42,6 +44,7 @@ class Model:
         layers: Layers with routed experts and the format these are stored in, MTP layers too.
         base: Every other tensor.
         notes: Oddities that are no errors.
+        gated: Whether experts have a gate.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Model:
     layers: Mapping[int, str]
     base: tuple[BaseTensor, ...]
     notes: tuple[str, ...]
+    gated: bool = True
 
     @property
     def mtp(self) -> tuple[int, ...]:
@@ -64,8 +68,8 @@ class Model:
 
 def _stored(checkpoint: Checkpoint, index: int) -> str:
     """Format the experts of a layer are stored in."""
-    formats = {expert: e.matrices[0].format.name for expert, e in checkpoint.layers[index].experts.items()}
-    squeezed = next((expert for expert, name in formats.items() if name == "nf3"), None)
+    formats = {expert: {m.format.name for m in e.matrices} for expert, e in checkpoint.layers[index].experts.items()}
+    squeezed = next((expert for expert, names in formats.items() if "nf3" in names), None)
     if squeezed is not None:
         raise DataError(
             f"layer {index} expert {squeezed} is NF3 already: there is nothing left to choose",
@@ -73,7 +77,8 @@ def _stored(checkpoint: Checkpoint, index: int) -> str:
             expected="experts that are NVFP4, MXFP4 or wider",
             hint="plan from the checkpoint that this one was made of",
         )
-    return formats[0]
+    stored = sorted(set().union(*formats.values()))
+    return stored[0] if len(stored) == 1 else "+".join(stored)
 
 
 def read_model(checkpoint: Checkpoint) -> Model:
@@ -102,6 +107,7 @@ def read_model(checkpoint: Checkpoint) -> Model:
         layers={index: _stored(checkpoint, index) for index in sorted(checkpoint.layers)},
         base=tuple(BaseTensor(t.header.name, t.header.shape, t.header.nbytes) for t in checkpoint.base),
         notes=checkpoint.notes,
+        gated=all(e.gate is not None for layer in checkpoint.layers.values() for e in layer.experts.values()),
     )
 
 
@@ -137,16 +143,9 @@ def weights_saliency(
         include_mtp: Likewise.
 
     Raises:
-        UsageError: Always: nothing that decodes and quantises stored experts is connected yet.
+        DataError: Weights that are no numbers.
     """
-    measure = _measure(checkpoint, kept_format or default_kept_format(model))
-    return saliency_from_weights(planned_layers(model, include_mtp), model.num_experts, measure, str(checkpoint.root))
-
-
-def _measure(checkpoint: Checkpoint, kept_format: str) -> Measure:
-    raise UsageError(
-        f"measuring an expert's error in NF3 and {kept_format.upper()} is not part of this version",
-        where="--from-weights",
-        found=checkpoint.name,
-        hint="give --saliency FILE",
-    )
+    layers = planned_layers(model, include_mtp)
+    with TensorReader() as reader:
+        measure = measure_of(checkpoint, kept_format or default_kept_format(model), reader)
+        return saliency_from_weights(layers, model.num_experts, measure, str(checkpoint.root))

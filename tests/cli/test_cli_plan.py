@@ -226,7 +226,6 @@ CASES = {
         lambda f: (f / "map.json").symlink_to("nowhere"),
     ),
     "source_missing": Case("plan nowhere --saliency s.json --keep 1", 2, r"nowhere: not a checkpoint folder"),
-    "from_weights": Case("plan source --from-weights --keep 1", 2, r"--from-weights: .*; give --saliency FILE$"),
     "saliency_missing": Case("plan source --saliency no.json --keep 1", 1, r"no\.json: no such file"),
     "saliency_layer": Case(
         f"{PLAN} --keep 1", 1, r"s\.json: the saliency has no layer 4", put("s.json", json.dumps({"3": SALIENCY["3"]}))

@@ -196,7 +196,7 @@ def test_a_search_is_an_option_of_the_pack(tmp_path: Path) -> None:
         assert worse.tier_sqnr_db is not None and better.tier_sqnr_db is not None
         assert worse.tier_sqnr_db < better.tier_sqnr_db
     plan = make_plan(open_checkpoint(tmp_path / "source"), Topology(TP), options=QuantizeOptions(search="absmax"))
-    with pytest.raises(UsageError, match="other options is there: options was .*'search': 'mse'"):
+    with pytest.raises(UsageError, match=r"other options is there: options was .*'search': 'mse'"):
         convert(plan, tmp_path / "mse", resume=True)
 
 
