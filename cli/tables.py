@@ -47,9 +47,21 @@ def tier_map(layers: Sequence[LayerView], num_experts: int) -> str:
             share = sum(e in kept for e in group) / len(group)
             cells.append(SHADES[0] if share == 0 else SHADES[max(1, round(share * 4))])
         split = f"{len(view.kept)} {view.kept_format} + {len(view.tail)} NF3" if view.kept else f"{len(view.tail)} NF3"
-        lines.append(f"  {view.layer:>3} {''.join(cells)} {split}")
+        errors = [
+            f"{tier} {sqnr:.2f} dB"
+            for tier, sqnr in (("kept", view.kept_sqnr_db), ("tail", view.tail_sqnr_db))
+            if sqnr is not None
+        ]
+        lines.append(f"  {view.layer:>3} {''.join(cells)} {split}{'; ' if errors else ''}{', '.join(errors)}")
     legend = f"a cell is {each} experts" if each > 1 else "a cell is one expert"
     return "\n".join([f"tier map ({legend}; {SHADES[0]} all tail, {SHADES[4]} all kept)", *lines])
+
+
+def worst_text(worst: Sequence[tuple[float, int, int, str]]) -> str:
+    """The quantised experts that lost most."""
+    rows: list[Sequence[object]] = [("worst experts", "layer", "expert", "SQNR")]
+    rows += [(tier, layer, expert, f"{sqnr:.2f} dB") for sqnr, layer, expert, tier in worst]
+    return table(rows, "")
 
 
 def _head(view: Inspection) -> list[Sequence[object]]:
@@ -111,8 +123,11 @@ def inspection_text(view: Inspection, *, with_map: bool = True) -> str:
         parts.append(tier_map(view.layers, view.num_experts))
     if view.pack is None:
         parts += [f"note: {note}" for note in view.notes]
-    elif view.pack.declared:
-        parts.append("\n".join(f"by the report: {line}" for line in view.pack.declared))
+    else:
+        if view.pack.worst_experts:
+            parts.append(worst_text(view.pack.worst_experts))
+        if view.pack.declared:
+            parts.append("\n".join(f"by the report: {line}" for line in view.pack.declared))
     return "\n\n".join(parts)
 
 

@@ -13,13 +13,14 @@ from hybrid_pack.errors import DataError, UsageError
 from hybrid_pack.io.bitmap import find_bit_map, parse_bit_map
 from hybrid_pack.io.checkpoint import Checkpoint, Layer, open_checkpoint
 from hybrid_pack.io.config import CONFIG, HF_QUANT_CONFIG, read_document
-from hybrid_pack.io.declared import declared
+from hybrid_pack.io.declared import declared, worst_experts
 from hybrid_pack.io.manifest import MANIFEST, STATE, expected_tensors, read_manifest, topology_of
 from hybrid_pack.io.shards import INDEX, Located
 from hybrid_pack.plan import SCALE_FORMATS, make_plan
 from hybrid_pack.schemas.manifest import Manifest
-from hybrid_pack.sharding import Topology, legal_ep, legal_tp, tiles_for, why_not_tp
+from hybrid_pack.sharding import Topology, legal_ep, legal_tp, padded_intermediate, why_not_tp
 
+WORST_SHOWN = 5
 TP_SHOWN = (1, 2, 3, 4, 6, 8, 16)
 KEPT_NAMES = {"e4m3_k16": "NVFP4", "e8m0_k32": "MXFP4", None: "-"}
 
@@ -34,6 +35,8 @@ class LayerView:
         tail: Tail expert ids.
         kept_format: ``NVFP4``, ``MXFP4`` or ``-``.
         mapped: Whether the bit map names it; None where that is not known.
+        kept_sqnr_db: Of its quantised kept experts together; None where there are none, or no error.
+        tail_sqnr_db: Likewise in the tail.
     """
 
     layer: int
@@ -41,6 +44,8 @@ class LayerView:
     tail: tuple[int, ...]
     kept_format: str
     mapped: bool | None
+    kept_sqnr_db: float | None = None
+    tail_sqnr_db: float | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ class PackView:
         abi: Id of its byte rules.
         self_digest: Of its manifest.
         declared: In what it differs from its source by its own manifest's report.
+        worst_experts: (SQNR in dB, layer, expert, tier) of the quantised experts that lost most.
     """
 
     tensor_parallel: int
@@ -98,6 +104,7 @@ class PackView:
     abi: str
     self_digest: str
     declared: tuple[str, ...]
+    worst_experts: tuple[tuple[float, int, int, str], ...]
 
 
 @dataclass(frozen=True)
@@ -180,11 +187,16 @@ def _dtypes(tensors: Iterable[Located]) -> dict[str, tuple[int, int]]:
 
 
 def _topology(source: Checkpoint, tp: int) -> TopologyView:
-    why_not = why_not_tp(source.hidden, source.intermediate, tp)
+    gated = source.gated
+    why_not = why_not_tp(source.hidden, source.intermediate, tp, gated)
+    if why_not is not None:
+        padded = padded_intermediate(source.hidden, source.intermediate, tp, gated)
+        why_not += f"; --pad makes it {padded}" if padded is not None else ""
     if why_not is not None or not source.layers:
         return TopologyView(tp, why_not or "no layer to pack", None, None, None)
-    rank = make_plan(source, Topology(tp)).rank_bytes(0)
-    return TopologyView(tp, None, tiles_for(source.hidden, source.intermediate // tp), rank["kept"], rank["tail"])
+    plan = make_plan(source, Topology(tp))
+    rank = plan.rank_bytes(0)
+    return TopologyView(tp, None, plan.geometry.tiles, rank["kept"], rank["tail"])
 
 
 def _layer_view(layer: Layer) -> LayerView:
@@ -241,7 +253,7 @@ def inspect_checkpoint(
         base_dialect=_base_dialect({t.header.name: (t.header.dtype, t.header.shape) for t in source.base}),
         file_bytes=sum(f.nbytes for f in source.shards.files),
         topologies=tuple(_topology(source, tp) for tp in TP_SHOWN),
-        legal_tp=tuple(legal_tp(source.hidden, source.intermediate)),
+        legal_tp=tuple(legal_tp(source.hidden, source.intermediate, gated=source.gated)),
         legal_ep=tuple(legal_ep(config.num_experts)),
         notes=(*no_map, *source.notes),
         bit_map_from=origin,
@@ -283,6 +295,7 @@ def inspect_pack(root: Path, *, folder: str | None = None) -> Inspection:
         RankView(rank, *(_rank_bytes(manifest, rank)[tier] for tier in ("kept", "tail")))
         for rank in range(topology.ranks)
     )
+    errors = {(entry.layer, entry.tier): entry.tier_sqnr_db for entry in manifest.report.experts_quantized}
     formats = Counter[str]()
     for tiers in manifest.layers.values():
         formats[KEPT_NAMES[tiers.kept_scale_format]] += len(tiers.kept)
@@ -298,7 +311,11 @@ def inspect_pack(root: Path, *, folder: str | None = None) -> Inspection:
         top_k=geometry.top_k,
         activation=layout.activation,
         layers=tuple(
-            LayerView(int(i), tiers.kept, tiers.tail, KEPT_NAMES[tiers.kept_scale_format], None)
+            LayerView(
+                *(int(i), tiers.kept, tiers.tail, KEPT_NAMES[tiers.kept_scale_format], None),
+                kept_sqnr_db=errors.get((int(i), "kept")),
+                tail_sqnr_db=errors.get((int(i), "tail")),
+            )
             for i, tiers in manifest.layers.items()
         ),
         expert_formats={kind: count for kind, count in formats.most_common() if count},
@@ -327,6 +344,7 @@ def inspect_pack(root: Path, *, folder: str | None = None) -> Inspection:
             abi=layout.abi,
             self_digest=manifest.self_digest,
             declared=declared(manifest.report),
+            worst_experts=tuple(worst_experts(manifest.report, WORST_SHOWN)),
         ),
     )
 

@@ -75,6 +75,11 @@ class Checkpoint:
     config_digest: str
     index_digest: str
 
+    @property
+    def gated(self) -> bool:
+        """Whether every expert has a gate."""
+        return all(e.gate is not None for layer in self.layers.values() for e in layer.experts.values())
+
     def file_name(self, file: FileHeader) -> str:
         """Path of one of its files inside its folder."""
         return file.path.relative_to(self.root).as_posix()

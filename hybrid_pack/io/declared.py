@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
+import math
+from collections.abc import Collection
+
 from hybrid_pack.io.bitmap import spans
 from hybrid_pack.schemas.manifest import Report
+
+TIERS = ("kept", "tail")
 
 
 def _count(number: int, what: str) -> str:
@@ -15,6 +21,46 @@ def declared(report: Report) -> tuple[str, ...]:
     return (*differences(report), *report.notes)
 
 
+def worst_experts(report: Report, count: int, tiers: Collection[str] = TIERS) -> list[tuple[float, int, int, str]]:
+    """(SQNR in dB, layer, expert, tier) of the quantised experts that lost most, worst first."""
+    found = (
+        (sqnr, entry.layer, expert, entry.tier)
+        for entry in report.experts_quantized
+        for expert, sqnr in zip(entry.experts, entry.sqnr_db, strict=True)
+        if sqnr is not None and entry.tier in tiers
+    )
+    return heapq.nsmallest(count, found)
+
+
+def quantized_lines(report: Report) -> list[str]:
+    """For each tier: how many experts were quantised, from what and how, the error of the layers and the worst expert."""
+    lines = []
+    for tier in TIERS:
+        entries = [entry for entry in report.experts_quantized if entry.tier == tier]
+        if not entries:
+            continue
+        experts = sum(len(entry.experts) for entry in entries)
+        sources = "+".join(sorted({name.upper() for entry in entries for name in entry.sources}))
+        methods = ", ".join(sorted({entry.method for entry in entries}))
+        layers = sorted((math.inf if e.tier_sqnr_db is None else e.tier_sqnr_db, e.layer) for e in entries)
+        groups = sum(entry.groups for entry in entries)
+        zero, subnormal, saturated = (
+            sum(getattr(entry, name) for entry in entries)
+            for name in ("groups_zero_scale", "scales_subnormal", "scales_saturated")
+        )
+        middle = layers[len(layers) // 2][0]
+        text = (
+            f"{_count(experts, f'{tier} expert')} quantised from {sources} ({methods}): SQNR of a layer "
+            f"{layers[0][0]:.2f} (layer {layers[0][1]}) to {layers[-1][0]:.2f}, median {middle:.2f} dB"
+        )
+        for sqnr, layer, expert, _ in worst_experts(report, 1, (tier,)):
+            text += f"; worst expert {sqnr:.2f} dB, layer {layer} expert {expert}"
+        shares = [(zero, "zero"), (subnormal, "subnormal"), (saturated, "saturated")]
+        told = [f"{100 * number / groups:.2g} % {what}" for number, what in shares if number]
+        lines.append(text + (f"; scales: {', '.join(told)}" if told else ""))
+    return lines
+
+
 def differences(report: Report) -> tuple[str, ...]:
     """A line for each kind of difference."""
     lines = []
@@ -24,6 +70,9 @@ def differences(report: Report) -> tuple[str, ...]:
             f"{_count(len(report.experts_requantized), 'expert')} requantised, worst relative scale error "
             f"{worst.worst_relative_error:.2g} in layer {worst.layer} expert {worst.expert}"
         )
+    lines += quantized_lines(report)
+    if report.experts_cast:
+        lines.append(f"{_count(report.experts_cast, 'expert')} of MXFP4 are NVFP4 now, with the same values")
     if report.blocks_flushed:
         lines.append(
             f"{_count(report.blocks_flushed, 'NVFP4 block')} too small for the kernel's scale byte, flushed to zero"

@@ -107,7 +107,7 @@ def read_model(checkpoint: Checkpoint) -> Model:
         layers={index: _stored(checkpoint, index) for index in sorted(checkpoint.layers)},
         base=tuple(BaseTensor(t.header.name, t.header.shape, t.header.nbytes) for t in checkpoint.base),
         notes=checkpoint.notes,
-        gated=all(e.gate is not None for layer in checkpoint.layers.values() for e in layer.experts.values()),
+        gated=checkpoint.gated,
     )
 
 

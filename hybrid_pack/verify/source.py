@@ -100,10 +100,6 @@ def check_identity(manifest: Manifest, source: Checkpoint, recorder: Recorder) -
                 _differs(root, name, f"header {then.digest}", f"header {now.digest}", recorder)
 
 
-def _gated(source: Checkpoint) -> bool:
-    return all(e.gate is not None for layer in source.layers.values() for e in layer.experts.values())
-
-
 def _padded(source: Checkpoint, manifest: Manifest) -> int:
     """The padded size a pack of this topology has: the source's, or where that was not enough the next that is."""
     if manifest.geometry.intermediate_size_padded == source.intermediate:
@@ -126,7 +122,7 @@ def comparable_layers(manifest: Manifest, source: Checkpoint, scope: Scope, reco
         ("experts a token visits", config.top_k, geometry.top_k),
         ("activation", config.activation, layout.activation),
         ("NF3 levels", config.nf3_levels, layout.nf3_levels),
-        ("gate", _gated(source), layout.w13_order == "gate_up"),
+        ("gate", source.gated, layout.w13_order == "gate_up"),
         ("expert biases", source.expert_biases, layout.expert_biases),
         ("layers omitted", left_out, manifest.report.layers_omitted),
     )
