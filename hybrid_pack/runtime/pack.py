@@ -171,7 +171,7 @@ class Pack:
             check: ``structure``, or ``digest`` for every byte; by default ``digest`` on CUDA devices and ``structure``
                 elsewhere.
             host_memory_bytes: Most host memory for buffers, at least 512 KiB; by default 256 MiB.
-            readers: Threads that read; by default one a usable core, at most 8.
+            readers: Threads that read; by default one a usable core, at most 12.
             chunk_bytes: Most bytes of one read and one copy; by default 8 MiB.
             direct: Whether to read past the page cache. ``auto``: for files most of which are not in it. Files read
                 that way are not in it afterwards either.
