@@ -18,6 +18,10 @@ SIGNED_KIND, SYMMETRIC_KIND, E2M1_KIND = 0, 1, 2
 TINY = 2.0**-126
 """Smallest normal float32: stands for zero in a threshold, so that no comparison depends on subnormals."""
 
+STATS = 8
+"""Numbers a GPU program leaves: sums of w^2, (w - q)^2, importance * (w - q)^2; zero, subnormal, saturated groups;
+groups with a weight that is not finite; nothing."""
+
 LEVEL_RANGE = (2.0**-16, 2.0**16)
 """What the largest magnitude of a code book may be."""
 

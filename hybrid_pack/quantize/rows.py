@@ -77,8 +77,7 @@ def quantize_nvfp4(
     Raises:
         ValueError: As ``quantize_nf3``; or a second-level scale that is not a positive normal float32.
     """
-    if not TINY <= second <= 1 / TINY:
-        raise ValueError(f"the second-level scale is a number from 2^-126 to 2^126, not {second!r}")
+    check_second_scale(second)
     return _quantize(nvfp4_book(), weights, second, search, importance, codes, scales)
 
 
@@ -112,6 +111,12 @@ def nvfp4_second_scale(amax: float) -> float:
     if not 0 <= amax < float("inf"):
         raise ValueError(f"the largest magnitude is a finite number from 0, not {amax!r}")
     return max(float(np.float32(amax / NVFP4_LARGEST)), TINY) if amax > 0 else 1.0
+
+
+def check_second_scale(second: float) -> None:
+    """Refuse a second-level scale that is not a positive normal float32 with a normal inverse."""
+    if not TINY <= second <= 1 / TINY:
+        raise ValueError(f"the second-level scale is a number from 2^-126 to 2^126, not {second!r}")
 
 
 def normal_importance(search: Search, importance: F32 | None, k: int) -> tuple[F32 | None, float]:
