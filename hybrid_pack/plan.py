@@ -89,6 +89,11 @@ def _made(source: Checkpoint, layers: Iterable[int], tiers: Iterable[str]) -> di
     return found
 
 
+def plan_quantizes(plan: Plan) -> bool:
+    """Whether some expert is not stored in its tier's format."""
+    return bool(_made(plan.source, plan.layers, ("kept", "tail")))
+
+
 def _quantization(source: Checkpoint, layers: Iterable[int], options: QuantizeOptions) -> Quantization:
     """Open what the options name.
 
@@ -297,7 +302,7 @@ class Plan:
             "kept_formats": {str(i): self.source.layers[i].kept_format for i in self.layers},
             "intermediate": self.intermediate,
             "options": self.options,
-            "device": self.quantization.device,
+            "device": self.quantization.device if self.quantization.hessians else "any",  # else the bytes are equal
         }
 
 

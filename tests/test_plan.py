@@ -135,9 +135,9 @@ def test_fingerprint(checkpoint: Path, tmp_path: Path) -> None:
     [
         (
             Topology(3),
-            r"^--tp: tensor-parallel size 3 is not possible: .*128 is not divisible by 3; legal sizes: 1, 2$",
+            r"^--tp: tensor-parallel size 3 is not possible: .* by 3; legal sizes: 1, 2; or --pad, to 192$",
         ),
-        (Topology(4), r"^--tp: .*128/4 = 32 is not a multiple of 64; legal sizes: 1, 2$"),
+        (Topology(4), r"^--tp: .*128/4 = 32 is not a multiple of 64; legal sizes: 1, 2; or --pad, to 256$"),
         (Topology(1, 3), r"^--ep: expert-parallel size 3 is not possible: 4 experts .*; legal sizes: 1, 2, 4$"),
     ],
     ids=["tp3", "tp4", "ep3"],

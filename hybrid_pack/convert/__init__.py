@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_pack.convert.clearing import clear, removal
+from hybrid_pack.convert.device import require_device
 from hybrid_pack.convert.files import is_done, remove_empty, remove_unfinished
 from hybrid_pack.convert.finish import write_manifest
 from hybrid_pack.convert.journal import STATE, Journal
@@ -27,7 +28,7 @@ from hybrid_pack.io.config import CONFIG
 from hybrid_pack.io.digest import blake3_digest
 from hybrid_pack.io.progress import Progress, Silent
 from hybrid_pack.io.reader import TensorReader
-from hybrid_pack.plan import Plan
+from hybrid_pack.plan import Plan, plan_quantizes
 from hybrid_pack.schemas.manifest import Manifest
 
 __all__ = [
@@ -94,6 +95,7 @@ def convert(
     out = out.absolute()
     try:
         fingerprint = _fingerprint(plan, on_scale_mismatch)
+        require_device(plan.quantization.device)
         require_same_headers(plan)
         found = survey(out, plan, fingerprint, resume=resume, overwrite=overwrite)
         run = _Conversion(plan, out, fingerprint, on_scale_mismatch, progress or Silent())
@@ -136,6 +138,7 @@ def check(
     out = out.absolute()
     try:
         fingerprint = _fingerprint(plan, on_scale_mismatch)
+        require_device(plan.quantization.device)
         if headers_only:
             del fingerprint["source_times"]
         found = survey(out, plan, fingerprint, resume=resume, overwrite=overwrite)
@@ -194,7 +197,7 @@ class _Conversion:
             journal.begin(self.fingerprint)
         missing = [path for path in weight_sizes(self.plan) if not is_done(self.out, journal, path)]
         remove_unfinished(self.out, missing)
-        for line in compile_kernels():
+        for line in compile_kernels(quantize=plan_quantizes(self.plan)):
             self.progress.note(line)
 
     def _require_unchanged(self, journal: Journal) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from hybrid_pack.convert.device import Quantizer
 from hybrid_pack.convert.gptq import HessianCache
 from hybrid_pack.formats.decode import F32
 from hybrid_pack.formats.source import MXFP4, NF3, NVFP4, SourceFormat
@@ -17,20 +18,16 @@ from hybrid_pack.io.output import aligned_buffer
 from hybrid_pack.io.weights import canonical_rows, check_scales, decode_stored, pick_rows
 from hybrid_pack.layouts.rows import Rows
 from hybrid_pack.plan import Plan
-from hybrid_pack.quantize import (
-    QuantStats,
-    mxfp4_to_nvfp4,
-    nvfp4_second_scale,
-    quantize_mxfp4,
-    quantize_nf3,
-    quantize_nvfp4,
-)  # fmt: skip
+from hybrid_pack.quantize import QuantStats, mxfp4_to_nvfp4, nvfp4_second_scale
 
 Buffer = NDArray[np.uint8]
 Stored = Mapping[str, Buffer]
 
 CHUNK_ROWS = 64
 """Rows decoded and quantised at a time: their weights stay in the second-level cache."""
+
+GPU_ROWS = 1 << 12
+"""Likewise for a GPU, which wants more at once."""
 
 CAST_LOWEST_EXPONENT = -6
 """Of a block scale when MXFP4 becomes NVFP4: beside the largest, 2^8, the device flushes what is below 2^-6."""
@@ -91,6 +88,8 @@ class Encoder:
 
     def __init__(self, plan: Plan, hessians: HessianCache | None = None) -> None:
         self._options = plan.quantization
+        self._quantizer = Quantizer(plan.quantization, plan.source.config.nf3_levels)
+        self._rows = CHUNK_ROWS if plan.quantization.device == "cpu" else GPU_ROWS
         self._hessians = hessians
         self._levels = plan.source.config.nf3_levels
         self._intermediate, self._padded = plan.source.intermediate, plan.intermediate
@@ -182,19 +181,12 @@ class Encoder:
             hessian = self._hessians.of(one.layer, one.expert, name)
             ((_, weights),) = self._decoded(one, given, given.matrix.rows)
             return hessian.quantize(weights, self._levels, f"{one.where} {name}", codes, scales)
-        options = self._options
-        importance = options.importance
+        importance = self._options.importance
         channels = None if importance is None else importance.read(one.layer, one.expert, name)
         total = QuantStats()
-        for first, weights in self._decoded(one, given):
+        for first, weights in self._decoded(one, given, self._rows):
             rows = slice(first, first + len(weights))
-            if one.target is NF3:
-                stats = quantize_nf3(weights, self._levels, options.search, channels, codes[rows], scales[rows])
-            elif one.target is NVFP4:
-                stats = quantize_nvfp4(weights, common, options.search, channels, codes[rows], scales[rows])
-            else:
-                stats = quantize_mxfp4(weights, options.search, channels, codes[rows], scales[rows])
-            total.add(stats)
+            total.add(self._quantizer.rows(one.target, weights, common, channels, codes[rows], scales[rows]))
         return total
 
     def _add_signals(self, one: _One, given: list[_Given], encoding: Encoding) -> None:

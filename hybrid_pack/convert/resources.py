@@ -10,14 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_pack.convert.base import CHUNK_BYTES
+from hybrid_pack.convert.encode import CHUNK_ROWS
 from hybrid_pack.errors import EnvironmentFailure, UsageError
-from hybrid_pack.plan import Plan
+from hybrid_pack.plan import Plan, plan_quantizes
 
 PROCESS_BYTES = 180 << 20
 """Python, numpy and numba, with room; measured 170 MiB."""
 
 HEADER_BYTES = 13_000
 """The headers and the plan of one expert, measured."""
+
+HESSIAN_BYTES = 36
+"""For each pair of channels: as read, in float64, its factor, and what factoring needs."""
 
 MAX_WORKERS = 1024
 
@@ -40,11 +44,22 @@ class Resources:
 
 
 def _worker_bytes(plan: Plan) -> int:
-    """One worker's buffers: an expert as stored and its packed rows for one rank; or a piece of a base file."""
+    """One worker's buffers: an expert as stored and its packed rows for one rank; or a piece of a base file.
+
+    Where experts are quantised also the expert in its new form; by GPTQ a matrix as float32 and a factored Hessian.
+    """
     packed = max(
         sum(t.row_bytes for t in shard.tensors if t.tier == tier) for shard in plan.shards for tier in ("kept", "tail")
     )
-    return max(plan.expert_bytes + packed, CHUNK_BYTES)
+    made = 0
+    if plan_quantizes(plan):
+        hidden, inner = plan.source.hidden, plan.intermediate
+        made = 2 * hidden * inner + CHUNK_ROWS * 4 * max(hidden, inner)  # three matrices of at most 4.5 bits a weight
+        if plan.quantization.hessians is not None:
+            made += 4 * hidden * inner + HESSIAN_BYTES * max(hidden, inner) ** 2
+        elif plan.quantization.device != "cpu":
+            made += 4 * hidden * inner
+    return max(plan.expert_bytes + packed + made, CHUNK_BYTES)
 
 
 def _process_bytes(plan: Plan) -> int:
@@ -91,6 +106,8 @@ def resources(plan: Plan, out: Path, workers: int | None = None, max_ram: int | 
         UsageError: Not even one worker fits the limit.
     """
     wanted = default_workers() if workers is None else workers
+    if workers is None and plan.quantization.hessians is not None:
+        wanted = 1  # GPTQ is a chain of matrix products, which torch spreads over the cores itself
     if not 1 <= wanted <= MAX_WORKERS:
         raise UsageError("not a number of workers", where="--workers", expected=f"1 to {MAX_WORKERS}", found=workers)
     each, process = _worker_bytes(plan), _process_bytes(plan)

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from hybrid_pack.formats.nf3 import DEFAULT_LEVELS
 from hybrid_pack.layouts.nf3_2p1 import Nf32p1
 from hybrid_pack.layouts.packed_fp4 import PackedFp4
 from hybrid_pack.layouts.rows import Rows
 from hybrid_pack.layouts.scales import BlockScales, count_scale_bytes
+from hybrid_pack.quantize import quantize_nf3
 
 WORTH_SAYING_SECONDS = 1.0
 
@@ -26,8 +28,12 @@ def _compilations(kernel: Any) -> int:
     return sum(kernel.stats.cache_misses.values())
 
 
-def compile_kernels() -> Iterator[str]:
-    """Compile, or load from numba's cache, every kernel a conversion uses; yields a line if compiling took long."""
+def compile_kernels(*, quantize: bool = False) -> Iterator[str]:
+    """Compile, or load from numba's cache, every kernel a conversion uses; yields a line if compiling took long.
+
+    Args:
+        quantize: Those of the quantisers too.
+    """
     began = time.monotonic()
     kernels = _kernels()
     before = [_compilations(kernel) for kernel in kernels]
@@ -41,6 +47,9 @@ def compile_kernels() -> Iterator[str]:
     scales = Rows.of(np.zeros((n, k // 32), np.uint8))
     BlockScales(32).pack_rows(scales, n, k, 0, np.zeros(256, np.uint8), np.empty(n * k // 32, np.uint8))
     count_scale_bytes(scales)
+    if quantize:
+        codes, groups = np.empty((1, 12), np.uint8), np.empty((1, 1), np.uint8)
+        quantize_nf3(np.zeros((1, 32), np.float32), DEFAULT_LEVELS, "mse", None, codes, groups)
     seconds = time.monotonic() - began
     compiled = [kernel for kernel, count in zip(kernels, before, strict=True) if _compilations(kernel) > count]
     if compiled and seconds > WORTH_SAYING_SECONDS:

@@ -33,7 +33,7 @@ def worst_experts(report: Report, count: int, tiers: Collection[str] = TIERS) ->
 
 
 def quantized_lines(report: Report) -> list[str]:
-    """For each tier: how many experts were quantised, from what and how, the error of the layers and the worst expert."""
+    """For each tier: how many experts were quantised, from what and how, errors of layers and of the worst expert."""
     lines = []
     for tier in TIERS:
         entries = [entry for entry in report.experts_quantized if entry.tier == tier]

@@ -15,7 +15,7 @@ from hybrid_pack.layouts import scale_bytes
 from hybrid_pack.verify.quality import FP4_LEVELS, ScaleLadder, examine, mxfp4_ladder, nf3_ladder, nvfp4_ladder
 from hybrid_pack.verify.stored import F32, U8
 
-NVFP4_LARGEST = 6 * e4m3.MAX
+NVFP4_LARGEST = 6.0 * 256.0
 """What the second-level scale brings the largest magnitude to."""
 
 NEAREST = frozenset({"absmax", "mse", "weighted"})
