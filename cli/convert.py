@@ -60,7 +60,8 @@ def command(
     from hybrid_pack.cli import tables
     from hybrid_pack.convert import check, convert, require_disk
     from hybrid_pack.io.checkpoint import open_checkpoint
-    from hybrid_pack.plan import QuantizeOptions, make_plan
+    from hybrid_pack.io.quantization import QuantizeOptions
+    from hybrid_pack.plan import make_plan
     from hybrid_pack.sharding import Topology
 
     opened = {key: options.pop(key) for key in ("kept_format", "requantize", "mx_bias")}

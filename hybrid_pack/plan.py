@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,17 +11,20 @@ from typing import Any
 
 from hybrid_pack.errors import DataError, UsageError
 from hybrid_pack.io.bitmap import KEY, MAP_HOLDERS
-from hybrid_pack.io.calibration import Statistics, Wanted
 from hybrid_pack.io.checkpoint import Checkpoint, Layer
 from hybrid_pack.io.config import CONFIG, HF_QUANT_CONFIG
-from hybrid_pack.io.digest import blake3_digest, blake3_file
-from hybrid_pack.io.hessians import open_hessians
-from hybrid_pack.io.importance import open_importance
+from hybrid_pack.io.digest import blake3_digest
 from hybrid_pack.io.manifest import BASE_INDEX, MANIFEST, README, STATE, shard_header
-from hybrid_pack.io.safetensors import TensorHeader, build_header, read_header
+from hybrid_pack.io.quantization import (
+    Quantization,
+    QuantizeOptions,
+    made_experts,
+    open_quantization,
+    quantization_notes,
+)
+from hybrid_pack.io.safetensors import TensorHeader, build_header
 from hybrid_pack.io.shards import INDEX, Located
 from hybrid_pack.layouts.shard import KeptScaleFormat, RankGeometry, ShardTensor, shard_path, shard_tensors
-from hybrid_pack.quantize import Search
 from hybrid_pack.schemas.manifest import FORMAT_VERSION, LAYOUT_ABI, is_pack_path
 from hybrid_pack.sharding import Topology, padded_intermediate, require_legal
 
@@ -36,120 +38,6 @@ MAX_NAME_BYTES = 240
 """File systems hold 255, and files are written under a longer name first."""
 SMALL_FOLDERS = ("additional_chat_templates",)
 SCALE_FORMATS: Mapping[str | None, KeptScaleFormat | None] = {"nvfp4": "e4m3_k16", "mxfp4": "e8m0_k32", None: None}
-
-
-@dataclass(frozen=True)
-class QuantizeOptions:
-    """How experts that are stored in another format than their tier's get there.
-
-    Attributes:
-        search: How scales are chosen.
-        importance: File of mean squares of the matrices' input channels, for ``weighted`` and no other search.
-        hessians: Folder of their second moments; the tail is then quantised by GPTQ.
-        device: ``cpu``, or ``cuda`` for a GPU.
-    """
-
-    search: Search = "mse"
-    importance: Path | None = None
-    hessians: Path | None = None
-    device: str = "cpu"
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """The options, with the files they name opened.
-
-    Attributes:
-        search: As in the options.
-        importance: None without one.
-        hessians: Likewise.
-        importance_digest: Of its file.
-        hessians_digest: Of the digests of its files' headers.
-        device: As in the options.
-    """
-
-    search: Search
-    importance: Statistics | None
-    hessians: Statistics | None
-    importance_digest: str | None
-    hessians_digest: str | None
-    device: str
-
-
-def _made(source: Checkpoint, layers: Iterable[int], tiers: Iterable[str]) -> dict[int, list[int]]:
-    """Experts of these tiers with a matrix that is not stored in the tier's format, by layer."""
-    found: dict[int, list[int]] = {}
-    for index in layers:
-        layer = source.layers[index]
-        for tier in tiers:
-            target = "nf3" if tier == "tail" else str(layer.kept_format)
-            for expert in layer.tail if tier == "tail" else layer.kept:
-                if not all(m.native_to(target) for m in layer.experts[expert].matrices):
-                    found.setdefault(index, []).append(expert)
-    return found
-
-
-def plan_quantizes(plan: Plan) -> bool:
-    """Whether some expert is not stored in its tier's format."""
-    return bool(_made(plan.source, plan.layers, ("kept", "tail")))
-
-
-def _quantization(source: Checkpoint, layers: Iterable[int], options: QuantizeOptions) -> Quantization:
-    """Open what the options name.
-
-    Raises:
-        UsageError: ``weighted`` without importances, or importances without it; a device that is none.
-        DataError: They are not those of this checkpoint.
-    """
-    if (options.search == "weighted") != (options.importance is not None):
-        given = "none" if options.importance is None else options.importance
-        raise UsageError(
-            "--search weighted and --importance go together",
-            where="--search",
-            found=f"search {options.search}, importance {given}",
-        )
-    layers = tuple(layers)
-    channels = {"gate_up": source.hidden, "down": source.intermediate}
-    importance = hessians = importance_digest = hessians_digest = None
-    if options.importance is not None:
-        importance = open_importance(options.importance, Wanted(_made(source, layers, ("kept", "tail")), channels))
-        importance_digest = blake3_file(options.importance)
-    if options.hessians is not None:
-        hessians = open_hessians(options.hessians, Wanted(_made(source, layers, ("tail",)), channels))
-        headers = [read_header(path).digest for path in hessians.paths]
-        hessians_digest = blake3_digest(json.dumps(headers).encode())
-    return Quantization(options.search, importance, hessians, importance_digest, hessians_digest, options.device)
-
-
-FOUR_BIT_SOURCE = "what is lost to them is lost already: convert the original weights if you have them"
-
-
-def quantization_notes(source: Checkpoint, layers: Iterable[int], quantization: Quantization) -> list[str]:
-    """What will be quantised, from what, and what error that means; said before the work starts.
-
-    The figures are measured on normally distributed weights: ``benchmarks/results/quantise.json``.
-    """
-    found = Counter[tuple[str, str]]()
-    for index in layers:
-        layer = source.layers[index]
-        for tier, ids in (("nf3", layer.tail), (str(layer.kept_format), layer.kept)):
-            for expert in ids:
-                names: set[str] = {m.format.name for m in layer.experts[expert].matrices}
-                if names != {tier}:
-                    found[tier, "+".join(sorted(names))] += 1
-    method = "GPTQ" if quantization.hessians is not None else f"search {quantization.search}"
-    notes = [line for given in (quantization.importance, quantization.hessians) if given for line in given.notes]
-    for (tier, stored), count in sorted(found.items()):
-        what = f"{count} experts become {tier.upper()} from {stored.upper()}"
-        if tier == "nf3":
-            four_bit = bool({"nvfp4", "mxfp4"} & set(stored.split("+")))
-            loss = f", 4-bit already: about 13.5 dB against the original weights instead of 15.8; {FOUR_BIT_SOURCE}"
-            notes.append(f"{what} ({method}){loss if four_bit else ': about 15.8 dB'}")
-        elif stored == "mxfp4":
-            notes.append(f"{what}: exactly where their scales allow, else quantised (search {quantization.search})")
-        else:
-            notes.append(f"{what} (search {quantization.search}): about {20.4 if tier == 'nvfp4' else 18.9} dB")
-    return notes
 
 
 @dataclass(frozen=True)
@@ -275,6 +163,11 @@ class Plan:
             "importance": chosen.importance_digest,
             "hessians": chosen.hessians_digest,
         }
+
+    @cached_property
+    def quantizes(self) -> bool:
+        """Whether some expert is not stored in its tier's format."""
+        return bool(made_experts(self.source, self.layers, ("kept", "tail")))
 
     def rank_bytes(self, rank: int) -> Mapping[str, int]:
         """Expert bytes a rank loads, by tier."""
@@ -494,7 +387,7 @@ def make_plan(
         )
     if intermediate != source.intermediate:
         notes.append(f"intermediate size {source.intermediate} is padded with zeros to {intermediate}")
-    quantization = _quantization(source, wanted, options or QuantizeOptions())
+    quantization = open_quantization(source, wanted, options or QuantizeOptions())
     notes += quantization_notes(source, wanted, quantization)
     return Plan(
         source=source,

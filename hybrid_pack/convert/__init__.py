@@ -28,7 +28,7 @@ from hybrid_pack.io.config import CONFIG
 from hybrid_pack.io.digest import blake3_digest
 from hybrid_pack.io.progress import Progress, Silent
 from hybrid_pack.io.reader import TensorReader
-from hybrid_pack.plan import Plan, plan_quantizes
+from hybrid_pack.plan import Plan
 from hybrid_pack.schemas.manifest import Manifest
 
 __all__ = [
@@ -197,7 +197,7 @@ class _Conversion:
             journal.begin(self.fingerprint)
         missing = [path for path in weight_sizes(self.plan) if not is_done(self.out, journal, path)]
         remove_unfinished(self.out, missing)
-        for line in compile_kernels(quantize=plan_quantizes(self.plan)):
+        for line in compile_kernels(quantize=self.plan.quantizes):
             self.progress.note(line)
 
     def _require_unchanged(self, journal: Journal) -> None:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from hybrid_pack.errors import EnvironmentFailure
 from hybrid_pack.formats.decode import F32
 from hybrid_pack.formats.source import NF3, NVFP4, SourceFormat
-from hybrid_pack.plan import Quantization
+from hybrid_pack.io.quantization import Quantization
 from hybrid_pack.quantize import QuantStats, quantize_mxfp4, quantize_nf3, quantize_nvfp4
 
 Buffer = NDArray[np.uint8]

@@ -12,7 +12,7 @@ from pathlib import Path
 from hybrid_pack.convert.base import CHUNK_BYTES
 from hybrid_pack.convert.encode import CHUNK_ROWS
 from hybrid_pack.errors import EnvironmentFailure, UsageError
-from hybrid_pack.plan import Plan, plan_quantizes
+from hybrid_pack.plan import Plan
 
 PROCESS_BYTES = 180 << 20
 """Python, numpy and numba, with room; measured 170 MiB."""
@@ -52,7 +52,7 @@ def _worker_bytes(plan: Plan) -> int:
         sum(t.row_bytes for t in shard.tensors if t.tier == tier) for shard in plan.shards for tier in ("kept", "tail")
     )
     made = 0
-    if plan_quantizes(plan):
+    if plan.quantizes:
         hidden, inner = plan.source.hidden, plan.intermediate
         made = 2 * hidden * inner + CHUNK_ROWS * 4 * max(hidden, inner)  # three matrices of at most 4.5 bits a weight
         if plan.quantization.hessians is not None:

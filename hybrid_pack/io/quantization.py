@@ -1,0 +1,136 @@
+"""How experts that are stored in another format than their tier's get there: the options, opened and explained."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybrid_pack.errors import UsageError
+from hybrid_pack.io.calibration import Statistics, Wanted
+from hybrid_pack.io.checkpoint import Checkpoint
+from hybrid_pack.io.digest import blake3_digest, blake3_file
+from hybrid_pack.io.hessians import open_hessians
+from hybrid_pack.io.importance import open_importance
+from hybrid_pack.io.safetensors import read_header
+from hybrid_pack.quantize import Search
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """How experts that are stored in another format than their tier's get there.
+
+    Attributes:
+        search: How scales are chosen.
+        importance: File of mean squares of the matrices' input channels, for ``weighted`` and no other search.
+        hessians: Folder of their second moments; the tail is then quantised by GPTQ.
+        device: ``cpu``, or ``cuda`` for a GPU.
+    """
+
+    search: Search = "mse"
+    importance: Path | None = None
+    hessians: Path | None = None
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The options, with the files they name opened.
+
+    Attributes:
+        search: As in the options.
+        importance: None without one.
+        hessians: Likewise.
+        importance_digest: Of its file.
+        hessians_digest: Of the digests of its files' headers.
+        device: As in the options.
+    """
+
+    search: Search
+    importance: Statistics | None
+    hessians: Statistics | None
+    importance_digest: str | None
+    hessians_digest: str | None
+    device: str
+
+
+def made_experts(source: Checkpoint, layers: Iterable[int], tiers: Iterable[str]) -> dict[int, list[int]]:
+    """Experts of these tiers with a matrix that is not stored in the tier's format, by layer."""
+    found: dict[int, list[int]] = {}
+    for index in layers:
+        layer = source.layers[index]
+        for tier in tiers:
+            target = "nf3" if tier == "tail" else str(layer.kept_format)
+            for expert in layer.tail if tier == "tail" else layer.kept:
+                if not all(m.native_to(target) for m in layer.experts[expert].matrices):
+                    found.setdefault(index, []).append(expert)
+    return found
+
+
+def open_quantization(source: Checkpoint, layers: Iterable[int], options: QuantizeOptions) -> Quantization:
+    """Open what the options name.
+
+    Raises:
+        UsageError: ``weighted`` without importances, or importances without it; a device that is none.
+        DataError: They are not those of this checkpoint.
+    """
+    if (options.search == "weighted") != (options.importance is not None):
+        given = "none" if options.importance is None else options.importance
+        raise UsageError(
+            "--search weighted and --importance go together",
+            where="--search",
+            found=f"search {options.search}, importance {given}",
+        )
+    layers = tuple(layers)
+    channels = {"gate_up": source.hidden, "down": source.intermediate}
+    importance = hessians = importance_digest = hessians_digest = None
+    if options.importance is not None:
+        importance = open_importance(
+            options.importance, Wanted(made_experts(source, layers, ("kept", "tail")), channels)
+        )
+        importance_digest = blake3_file(options.importance)
+    if options.hessians is not None:
+        hessians = open_hessians(options.hessians, Wanted(made_experts(source, layers, ("tail",)), channels))
+        headers = [read_header(path).digest for path in hessians.paths]
+        hessians_digest = blake3_digest(json.dumps(headers).encode())
+    return Quantization(options.search, importance, hessians, importance_digest, hessians_digest, options.device)
+
+
+EXPECTED_DB: Mapping[tuple[str, str], float] = {
+    ("nf3", "mse"): 15.8, ("nf3", "absmax"): 14.9,
+    ("nvfp4", "mse"): 21.8, ("nvfp4", "absmax"): 20.4,
+    ("mxfp4", "mse"): 19.1, ("mxfp4", "absmax"): 18.9,
+}  # fmt: skip
+"""SQNR of normally distributed weights, sigma 0.02: ``benchmarks/results/quantise.json``."""
+NF3_FROM_FOUR_BIT_DB = 13.5
+"""Against the weights that the four bits were made from."""
+
+
+def quantization_notes(source: Checkpoint, layers: Iterable[int], quantization: Quantization) -> list[str]:
+    """What will be quantised, from what, and what error that means; said before the work starts."""
+    found = Counter[tuple[str, str]]()
+    for index in layers:
+        layer = source.layers[index]
+        for tier, ids in (("nf3", layer.tail), (str(layer.kept_format), layer.kept)):
+            for expert in ids:
+                names: set[str] = {m.format.name for m in layer.experts[expert].matrices}
+                if names != {tier}:
+                    found[tier, "+".join(sorted(names))] += 1
+    notes = [line for given in (quantization.importance, quantization.hessians) if given for line in given.notes]
+    for (tier, stored), count in sorted(found.items()):
+        method = "GPTQ" if tier == "nf3" and quantization.hessians is not None else f"search {quantization.search}"
+        what = f"{count} experts become {tier.upper()} from {stored.upper()}"
+        if tier == "nvfp4" and stored == "mxfp4":
+            notes.append(f"{what}: exactly where their scales allow, else quantised ({method})")
+            continue
+        expected = EXPECTED_DB.get((tier, quantization.search)) if method != "GPTQ" else None
+        text = f"{what} ({method})" + ("" if expected is None else f": about {expected} dB")
+        if tier == "nf3" and {"nvfp4", "mxfp4"} & set(stored.split("+")):
+            text += (
+                f", but {NF3_FROM_FOUR_BIT_DB} against the weights those were made from: "
+                "convert the original checkpoint if you have it"
+            )
+        notes.append(text)
+    return notes
