@@ -2,8 +2,9 @@
 
 torch lets go of the lock in each call, even in one that takes a slice of a tensor, so that another thread can run
 meanwhile. These calls only put something into a queue and take microseconds, while whoever was let in must be woken up
-and then waited for: with many readers that took 50 us a time (on a virtual machine with 16 cores), and more than the
-copies. A reader now lets go of the lock to read and to hash, and nowhere else.
+and then waited for: with eight readers on a virtual machine with 16 cores, starting a copy took 120 us through torch
+and takes 23 us here, recording an event 90 us and 7 us. A reader lets go of the lock to read and to hash, and nowhere
+else.
 """
 
 from __future__ import annotations

@@ -1,0 +1,130 @@
+"""What an unfinished conversion, or a pack, is not gone on with for: other options, another or a changed source."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_pack.convert import convert
+from hybrid_pack.errors import UsageError
+from hybrid_pack.synthetic import write_checkpoint
+from tests.checkpoints import edit_config, edit_header, edit_json
+from tests.convert.conftest import Sources
+from tests.convert.support import pack, plan_of, small, stamps, tree
+
+MANIFEST = "hybrid_pack.json"
+
+
+UNMAPPED = small(seed=50)
+"""Its MTP layer may be in the map or not."""
+
+
+def another_source(root: Path, tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path / "other", small(seed=51))
+    return tmp_path / "other"
+
+
+def with_mtp_in_the_map(root: Path, tmp_path: Path) -> dict[str, Any]:
+    bit_map = json.loads((root / "config.json").read_text())["quantization_config"]["hybrid_bit_map"]
+    path = tmp_path / "map.json"
+    path.write_text(json.dumps({**bit_map, "2": [4] * 4}))
+    return {"bit_map_file": path}
+
+
+CHANGES: dict[str, tuple[str, str, Callable[[Path, Path], dict[str, Any]]]] = {
+    "tp": ("tensor_parallel", "tensor_parallel was 2, now 1", lambda *_: {"tp": 1}),
+    "ep": ("expert_parallel", "expert_parallel was 1, now 2", lambda *_: {"ep": 2}),
+    "layers": ("layers", r"layers was \[1, 2\], now \[2\]", lambda *_: {"layers": [2]}),
+    "bit map": ("bit_map", "the bit map has changed", with_mtp_in_the_map),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_resume_with_other_options(case: str, sources: Sources, tmp_path: Path, unfinish: Callable[..., Path]) -> None:
+    root = sources(UNMAPPED)
+    key, difference, change = CHANGES[case]
+    options = {"tp": 2, "ep": 1, **change(root, tmp_path)}
+    tp, ep = options.pop("tp"), options.pop("ep")
+    plan = plan_of(root, tp, ep, **options)
+    unfinished, done = unfinish(root, tmp_path / "unfinished"), tmp_path / "done"
+    pack(root, done, 2)
+    for out, message in (
+        (unfinished, rf"the unfinished conversion there is of another source or other options: {key} was "),
+        (done, rf"a pack of another source or other options is there: {difference}; choose another --out"),
+    ):
+        before = tree(out)
+        with pytest.raises(UsageError, match=message):
+            convert(plan, out, workers=1, resume=True)
+        assert tree(out) == before
+
+
+def test_resume_with_another_scale_rule(sources: Sources, tmp_path: Path, unfinish: Callable[..., Path]) -> None:
+    root = sources(small(seed=52, second_scale="unequal"))
+    out = unfinish(root, tmp_path / "unfinished", on_scale_mismatch="requantize")
+    with pytest.raises(UsageError, match=r"other options: on_scale_mismatch was requantize, now refuse"):
+        pack(root, out, 2, resume=True)
+    pack(root, out, 2, resume=True, on_scale_mismatch="requantize")
+    with pytest.raises(UsageError, match="on_scale_mismatch was requantize, now refuse"):
+        pack(root, out, 2, resume=True)
+
+
+def test_resume_with_another_scale_rule_where_it_makes_no_difference(finished: Path, source: Path) -> None:
+    before = stamps(finished)
+    pack(source, finished, 2, resume=True, on_scale_mismatch="requantize")
+    assert stamps(finished) == before
+
+
+def edit_generation(root: Path) -> None:
+    with edit_config(root) as config:
+        config["vocab_size"] += 1
+
+
+def edit_metadata(root: Path) -> None:
+    edit_header(next(iter(root.glob("*.safetensors"))), lambda header: header.update(__metadata__={"format": "np"}))
+
+
+def edit_weight_index(root: Path) -> None:
+    with edit_json(root / "model.safetensors.index.json") as index:
+        index["metadata"]["more"] = 1
+
+
+SOURCE_CHANGES: dict[str, tuple[str, str | None, Callable[[Path], object]]] = {
+    "config": ("source_config", "source_config was", edit_generation),
+    "index": ("source_index", "source_index was", edit_weight_index),
+    "header": ("source_files", "the source's safetensors files have changed", edit_metadata),
+    "payload": ("source_times", None, lambda root: os.utime(next(iter(root.glob("*.safetensors"))))),
+}
+
+
+@pytest.mark.parametrize("case", SOURCE_CHANGES)
+def test_resume_with_a_changed_source(case: str, copy: Path, tmp_path: Path, unfinish: Callable[..., Path]) -> None:
+    """A payload written anew under the same header is seen by its time, as long as the pack is not finished."""
+    key, difference, change = SOURCE_CHANGES[case]
+    unfinished, done = unfinish(copy, tmp_path / "unfinished"), tmp_path / "done"
+    pack(copy, done, 2)
+    change(copy)
+    before = tree(unfinished), tree(done)
+    with pytest.raises(UsageError, match=rf"of another source or other options: {key} was .*; give the same"):
+        pack(copy, unfinished, 2, resume=True)
+    if difference:
+        with pytest.raises(UsageError, match=rf"a pack of another source or other options is there: {difference}"):
+            pack(copy, done, 2, resume=True)
+    assert (tree(unfinished), tree(done)) == before
+
+
+def test_resume_with_another_source(source: Path, tmp_path: Path, unfinish: Callable[..., Path]) -> None:
+    other = another_source(source, tmp_path)
+    out = unfinish(source, tmp_path / "out")
+    with pytest.raises(UsageError, match="of another source or other options"):
+        pack(other, out, 2, resume=True)
+
+
+def test_resume_of_an_edited_pack(finished: Path, source: Path) -> None:
+    (finished / MANIFEST).write_text((finished / MANIFEST).read_text().replace('"silu"', '"gelu"'))
+    with pytest.raises(UsageError, match=r"the pack there cannot be resumed: .*self_digest"):
+        pack(source, finished, 2, resume=True)
