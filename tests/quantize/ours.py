@@ -45,7 +45,7 @@ class Quantized:
         squares = in_groups((weights.astype(np.float64) - self.weights()) ** 2, group)
         if importance is not None:
             squares = squares * by_group(importance.astype(np.float64), len(weights), group)
-        return squares.sum(axis=1)
+        return np.asarray(squares.sum(axis=1))
 
 
 def quantize(
@@ -92,7 +92,7 @@ def rounding(errors: F64, weights: F32, group: int, importance: F32 | None = Non
         squares = squares * by_group(importance.astype(np.float64), len(weights), group)
     energy = squares.sum(axis=1)
     off = 2.0**-22
-    return 2 * (errors * 35 * 2.0**-24 + 2 * np.sqrt(errors * energy) * off + energy * off**2)
+    return np.asarray(2 * (errors * 35 * 2.0**-24 + 2 * np.sqrt(errors * energy) * off + energy * off**2))
 
 
 def require_least(found: Quantized, weights: F32, importance: F32 | None = None) -> None:
@@ -137,3 +137,8 @@ def some_importance(k: int, seed: int = 0) -> F32:
     importance = np.exp(rng.normal(0, 2, k)).astype(np.float32)
     importance[rng.random(k) < 0.1] = 0
     return importance
+
+
+def decoded_rows(found: Quantized) -> F32:
+    """f32 [N, K]: what a checkpoint of these bytes is read as."""
+    return found.weights().astype(np.float32)

@@ -23,6 +23,7 @@ from tests.quantize.ours import (
     some_importance,
     student,
 )
+from tests.reference.quantize import E2M1_LEVELS, MXFP4_SCALES, NF3_SCALES, NVFP4_SCALES, errors_of_scales
 from tests.reference.source import GROUP, NF3_LEVELS
 
 SOURCES = {
@@ -71,6 +72,27 @@ def test_nf3_of_a_gaussian_in_decibels() -> None:
     weights = gaussian(256, 2048)
     assert quantize("nf3", weights).stats.sqnr_db == pytest.approx(15.8, abs=0.05)
     assert quantize("nf3", weights, "absmax").stats.sqnr_db == pytest.approx(14.9, abs=0.05)
+
+
+DYADIC = (-1.0, -0.75, -0.5, -0.25, 0.25, 0.5, 0.75, 1.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", NAMES)
+def test_of_equally_good_scales_the_smallest(name: Name, seed: int) -> None:
+    """Few small multiples of 1/16, so that all sums are exact and many scales are as good as each other."""
+    rng = np.random.default_rng(seed)
+    group = GROUP[name]
+    weights = np.stack([rng.choice(rng.integers(-24, 25, 1 + seed) / 16, group) for _ in range(600)])
+    errors = errors_of_scales(
+        weights,
+        np.array(DYADIC) if name == "nf3" else E2M1_LEVELS,
+        {"nf3": NF3_SCALES, "nvfp4": NVFP4_SCALES, "mxfp4": MXFP4_SCALES[:140]}[name],
+    )
+    smallest = np.where((weights == 0).all(axis=1), 0, errors.argmin(axis=0))
+    assert ((errors == errors.min(axis=0)).sum(axis=0) > 1).sum() > 5, "there are ties"
+    found = quantize(name, weights.astype(np.float32), levels=DYADIC).scales[:, 0]
+    assert (found == smallest).all()
 
 
 magnitudes = st.sampled_from([1e-45, 1e-38, 1e-30, 1e-10, 2.0**-12, 2.0**-9, 1e-3, 0.02, 1.0, 17.0, 31.0])

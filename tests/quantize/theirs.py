@@ -69,4 +69,4 @@ def decode(codes: U8, scales: U8, second: float, group: int) -> NDArray[np.float
     else:
         state["weight_scale"] = stored
         compressor = MXFP4PackedCompressor
-    return compressor.decompress(state, scheme)["weight"].double().numpy()
+    return np.asarray(compressor.decompress(state, scheme)["weight"].double().numpy())
