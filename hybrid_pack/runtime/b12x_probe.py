@@ -18,8 +18,9 @@ from types import ModuleType
 import torch
 
 from hybrid_pack.formats.nf3 import DEFAULT_LEVELS
+from hybrid_pack.runtime.activation import GatedSilu, parse_activation
 from hybrid_pack.runtime.layer import LayerGeometry
-from hybrid_pack.runtime.torch_backend import why_not_activation
+from hybrid_pack.runtime.torch_backend import BIASES
 from hybrid_pack.sharding import Tiles, tiles_for
 
 VERSION = "1.1.0"
@@ -147,14 +148,15 @@ def layer_problems(geometry: LayerGeometry, tiles: Tiles, *, kept: bool, tail: b
         tail: Whether there are tail experts.
     """
     problems = []
-    right = tiles_for(geometry.hidden_size, geometry.intermediate_size)
+    right = tiles_for(geometry.hidden_size, geometry.intermediate_size, geometry.gated)
     if tiles != right:
         # The bytes do not show which tiles they are laid out for, and wrong ones give garbage.
         sizes = f"hidden size {geometry.hidden_size} and {geometry.intermediate_size} intermediate rows"
         problems.append(f"the layer says tiles {tiles}, but {sizes} are packed for {right or 'none that b12x has'}")
-    activation = why_not_activation(geometry.activation)
-    if activation is not None:
-        problems.append(activation)
+    if not isinstance(parse_activation(geometry.activation), GatedSilu):
+        problems.append(f"the activation {geometry.activation!r} is not run by b12x here, only silu and silu(limit=L)")
+    if geometry.expert_biases:
+        problems.append(BIASES)
     if kept and geometry.kept_scale_format not in SCALE_FORMATS:
         problems.append(f"kept experts have scales {geometry.kept_scale_format!r}, not one of {SCALE_FORMATS}")
     if tail and tuple(geometry.nf3_levels) != DEFAULT_LEVELS:

@@ -47,6 +47,8 @@ def build_layer(
             kept_scale_format=manifest.layers[str(entry.layer)].kept_scale_format,
             nf3_levels=manifest.layout.nf3_levels,
             activation=manifest.layout.activation,
+            gated=geometry.gated,
+            expert_biases=manifest.layout.expert_biases,
         ),
         tiles=manifest.layout.tiles,
         checked=checked,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hybrid_pack._version import __version__
+from hybrid_pack.io.manifest import is_gated
 from hybrid_pack.runtime import b12x_probe, torch_backend
 from hybrid_pack.runtime.backends import NOT_YET, PREFERENCE, Accepted, Choice, Rejected
 from hybrid_pack.runtime.layer import LayerGeometry
@@ -131,6 +132,8 @@ def _layers(pack: Pack) -> list[tuple[LayerGeometry, bool, bool]]:
             kept_scale_format=layer.kept_scale_format,
             nf3_levels=manifest.layout.nf3_levels,
             activation=manifest.layout.activation,
+            gated=is_gated(manifest),
+            expert_biases=manifest.layout.expert_biases,
         )
         found[geometry, bool(layer.kept), bool(layer.tail)] = None
     return list(found)
@@ -150,7 +153,7 @@ def diagnose(pack: Pack | None = None) -> Diagnosis:
     for geometry, kept, tail in _layers(pack) if pack is not None else ():
         found = b12x_probe.layer_problems(geometry, pack.tiles if pack else (0, 0, 0, 0), kept=kept, tail=tail)
         problems += [problem for problem in found if problem not in problems]
-        torch_problem = torch_problem or torch_backend.why_not_activation(geometry.activation)
+        torch_problem = torch_problem or torch_backend.why_not_geometry(geometry)
     if not problems and (problem := b12x_probe.import_problem()) is not None:
         problems.append(problem)
     reasons = {"b12x": "; ".join(problems) or None, "cuda": NOT_YET, "torch": torch_problem}

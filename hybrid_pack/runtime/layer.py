@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -56,6 +56,8 @@ class LayerGeometry:
         kept_scale_format: ``e4m3_k16`` (NVFP4), ``e8m0_k32`` (MXFP4), or None where the layer keeps no expert.
         nf3_levels: The tail's eight levels, ascending.
         activation: Such as ``silu`` or ``silu(limit=10.0)``.
+        gated: Whether w13 holds gate and up, or up alone and has I rows.
+        expert_biases: Whether experts have biases, which are base tensors and which nothing here adds.
     """
 
     hidden_size: int
@@ -65,6 +67,13 @@ class LayerGeometry:
     kept_scale_format: str | None
     nf3_levels: tuple[float, ...]
     activation: str
+    gated: bool = True
+    expert_biases: bool = False
+
+    @property
+    def w13_rows(self) -> int:
+        """Rows of w13: 2 I, or I without a gate."""
+        return (2 if self.gated else 1) * self.intermediate_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,11 +133,13 @@ class PackedMoELayer:
             levels: NF3 levels as the manifest gives them, or rounded to BF16 first, as b12x's kernels do.
 
         Returns:
-            (gate and up f32 [2I, H], gate rows first; down f32 [H, I]), on this layer's device.
+            (gate and up f32 [2I, H], gate rows first, or up alone [I, H]; down f32 [H, I]), on this layer's device.
 
         Raises:
-            UsageError: This rank does not hold the expert.
+            UsageError: This rank does not hold the expert, or there are no such levels.
         """
+        if levels not in get_args(Levels):
+            raise UsageError("no such NF3 levels", expected=" or ".join(get_args(Levels)), found=repr(levels))
         if expert_id not in self._rows:
             held = self.expert_ids
             span = f"{held[0]}..{held[-1]}" if len(held) == held[-1] - held[0] + 1 else ", ".join(map(str, held))
@@ -143,9 +154,9 @@ class PackedMoELayer:
         book = torch.tensor(self.geometry.nf3_levels, dtype=torch.float64, device=self.device)
         if levels == "bfloat16":
             book = book.to(torch.bfloat16).to(torch.float64)
-        size, hidden = self.geometry.intermediate_size, self.geometry.hidden_size
+        size, hidden, rows = self.geometry.intermediate_size, self.geometry.hidden_size, self.geometry.w13_rows
         gate_up = dequantize_matrix(
-            name, tier.w13[row], tier.w13_scale[row], tier.w13_global_scale[row], 2 * size, hidden, self.tiles[1], book
+            name, tier.w13[row], tier.w13_scale[row], tier.w13_global_scale[row], rows, hidden, self.tiles[1], book
         )
         down = dequantize_matrix(
             name, tier.w2[row], tier.w2_scale[row], tier.w2_global_scale[row], hidden, size, self.tiles[3], book

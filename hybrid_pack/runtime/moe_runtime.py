@@ -119,7 +119,9 @@ class MoERuntime:
         """
         self.key, self.max_tokens, self.route_blocks = key, max_tokens, route_blocks
         self.kernel, self.prepare = kernels()
-        self.activation = parse_activation(key.activation) or GatedSilu()
+        activation = parse_activation(key.activation)
+        assert isinstance(activation, GatedSilu), "why_not was asked before"
+        self.activation = activation
         properties = torch.cuda.get_device_properties(key.device)
         self.sms = int(properties.multi_processor_count)
         # The same default as b12x's, since these must be the numbers it finds itself when it runs a launch.

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from hybrid_pack.runtime.activation import SUPPORTED, parse_activation
-from hybrid_pack.runtime.layer import PackedMoELayer
+from hybrid_pack.runtime.activation import SUPPORTED, Relu2, parse_activation
+from hybrid_pack.runtime.layer import LayerGeometry, PackedMoELayer
+
+BIASES = "its experts have biases (base tensors), which no backend of this version adds"
 
 
 def why_not(layer: PackedMoELayer) -> str | None:
     """Why this backend cannot run a layer, or None if it can."""
-    return why_not_activation(layer.geometry.activation)
+    return why_not_geometry(layer.geometry)
 
 
-def why_not_activation(activation: str) -> str | None:
-    """Why an activation cannot be run, or None if it can."""
-    return None if parse_activation(activation) else f"the activation {activation!r} is not supported, only {SUPPORTED}"
+def why_not_geometry(geometry: LayerGeometry) -> str | None:
+    """Why experts cannot be run, or None if they can."""
+    found, name = parse_activation(geometry.activation), geometry.activation
+    if found is None:
+        return f"the activation {name!r} is not supported, only {SUPPORTED}"
+    if isinstance(found, Relu2) == geometry.gated:
+        return f"the activation {name!r} is of experts with{'out' if geometry.gated else ''} a gate"
+    return BIASES if geometry.expert_biases else None
 
 
 class TorchBackend:
@@ -53,7 +60,11 @@ class TorchBackend:
                     continue
                 gate_up, down = self._layer.dequantize(expert)
                 token = chosen // topk_ids.shape[1]
-                gate, up = (tokens[token] @ gate_up.T).chunk(2, dim=1)  # f32 [m, I] each
-                out = self._activation(gate, up) @ down.T  # f32 [m, H]
+                inner = tokens[token] @ gate_up.T  # f32 [m, 2 I], or [m, I] without a gate
+                if isinstance(self._activation, Relu2):
+                    inner = self._activation(inner)
+                else:
+                    inner = self._activation(*inner.chunk(2, dim=1))
+                out = inner @ down.T  # f32 [m, H]
                 y.index_add_(0, token, out * weights[chosen, None])
         return y

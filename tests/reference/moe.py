@@ -16,6 +16,12 @@ def silu(x: F64) -> F64:
     return np.asarray(x * np.exp(-np.logaddexp(0.0, -x)), np.float64)
 
 
+def swigluoai(gate: F64, up: F64, alpha: float, limit: float) -> F64:
+    """gpt-oss: ``gate * sigmoid(alpha * gate) * (up + 1)``, both clamped first."""
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return np.asarray(gate * np.exp(-np.logaddexp(0.0, -alpha * gate)) * (up + 1), np.float64)
+
+
 def expert_output(x: F64, gate_up: F64, down: F64) -> F64:
     """One expert: ``down @ (silu(gate @ x) * (up @ x))``.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 import hybrid_pack
 from hybrid_pack import EnvironmentFailure, UsageError
 from hybrid_pack.runtime import Accepted, HybridMoE, PackedMoELayer, Rejected
-from hybrid_pack.runtime.activation import GatedSilu, parse_activation
+from hybrid_pack.runtime.activation import GatedSilu, SwigluOai, parse_activation
 from tests.runtime.dialects import MAPPED, Packs, spec
 
 HIDDEN, TOP_K = 256, 2
@@ -55,7 +56,7 @@ def test_unknown_backend(layer: PackedMoELayer) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "gelu_pytorch_tanh", "swigluoai(alpha=1.702, limit=7.0)", "relu2", "silu(beta=4.0)",
+        "gelu_pytorch_tanh", "swigluoai(alpha=1.702)", "relu", "silu(beta=4.0)",
         "silu(beta=4.0, limit=1.0)", "silu(limit=0)", "silu(limit=-1.0)", "silu(limit=1e999)",
         "silu(limit=e)", "silu(limit=)", "SiLU", "silu ", "",
     ],
@@ -63,7 +64,7 @@ def test_unknown_backend(layer: PackedMoELayer) -> None:
 def test_unsupported_activations(layer: PackedMoELayer, name: str) -> None:
     with pytest.raises(EnvironmentFailure) as caught:
         HybridMoE(with_activation(layer, name))
-    assert f"torch: the activation {name!r} is not supported, only silu or silu(limit=" in str(caught.value)
+    assert f"torch: the activation {name!r} is not supported, only silu, silu(limit=L), " in str(caught.value)
     assert "b12x: " in str(caught.value)
     with pytest.raises(EnvironmentFailure, match="'torch' cannot run this layer: torch: the activation"):
         HybridMoE(with_activation(layer, name), backend="torch")
@@ -78,6 +79,32 @@ def test_supported_activations() -> None:
     torch.testing.assert_close(
         clamped, torch.nn.functional.silu(torch.tensor([-9.0, 1.0, 0.5])) * torch.tensor([-1.0, 1.0, 0.5])
     )
+
+
+@pytest.mark.parametrize(
+    "text", ["swigluoai(alpha=0, limit=7.0)", "swigluoai(alpha=1.7, limit=inf)", "swigluoai", "relu"]
+)
+def test_near_misses_of_names(text: str) -> None:
+    assert parse_activation(text) is None
+
+
+def test_swigluoai_is_that_of_gpt_oss() -> None:
+    """Against transformers' own experts."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    found = parse_activation("swigluoai(alpha=1.702, limit=7.0)")
+    assert isinstance(found, SwigluOai)
+    rng = torch.Generator().manual_seed(1)
+    gate, up = (torch.randn(5, 64, generator=rng) * 6 for _ in range(2))
+    theirs = GptOssExperts._apply_gate(
+        SimpleNamespace(alpha=1.702, limit=7.0), torch.stack([gate, up], dim=-1).flatten(1)
+    )
+    torch.testing.assert_close(found(gate, up), theirs)
+
+
+def test_a_gate_must_fit_the_activation(layer: PackedMoELayer) -> None:
+    with pytest.raises(EnvironmentFailure, match="torch: the activation 'relu2' is of experts without a gate"):
+        HybridMoE(with_activation(layer, "relu2"))
 
 
 def test_a_checkpoint_with_another_activation_is_packed_but_not_run(packs: Packs) -> None:
