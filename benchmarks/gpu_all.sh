@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GPU tests and both GPU benchmarks, in one call on a machine with a GPU:
-#   benchmarks/gpu_all.sh [tests-moe] [tests-rest] [moe] [load] [tp2]     all but tp2 by default; tp2 needs two GPUs
+# GPU tests and the GPU benchmarks, in one call on a machine with a GPU:
+#   benchmarks/gpu_all.sh [tests-moe] [tests-rest] [moe] [load] [quantise] [tp2]    all but tp2, which needs two GPUs
 # Results go to $OUT, else to benchmarks/results. COMMIT names the commit where there is no git, PYTHON the python to use.
 # On a machine without network, gpu_setup.sh unpacks what was carried there (CARRIED, SITE).
 set -uo pipefail
@@ -23,7 +23,7 @@ run() {
 }
 
 pytest="pytest -q -m gpu -p no:cacheprovider --maxfail=${MAXFAIL:-20}"
-for stage in ${@:-tests-moe tests-rest moe load}; do
+for stage in ${@:-tests-moe tests-rest moe load quantise}; do
   case $stage in
     tests-moe)
       rm -f "$OUT/gpu_findings.jsonl"
@@ -34,6 +34,7 @@ for stage in ${@:-tests-moe tests-rest moe load}; do
     tp2) HYBRID_PACK_REQUIRE_GPUS=2 run tp2 $pytest tests/gpu/test_gpu_tp2.py ;;
     moe) run moe benchmarks.gpu_moe --out "$OUT/gpu_moe.json" ;;
     load) run load benchmarks.gpu_load --out "$OUT/gpu_load.json" ;;
+    quantise) run quantise benchmarks.quantise --device cuda --out "$OUT/quantise_gpu.json" ;;
     *) echo "no such stage: $stage"; exit 2 ;;
   esac
 done

@@ -240,7 +240,7 @@ def main() -> None:
     options = parser.parse_args()
     result: dict[str, Any] = {
         "question": (__doc__ or "").strip().splitlines()[0],
-        "machine": common.machine(Path.cwd()),
+        "machine": {**common.machine(Path.cwd()), "load_before": os.getloadavg()[0]},
     }
     if os.environ.get("COMMIT"):
         result["machine"]["commit"] = os.environ["COMMIT"]
