@@ -59,7 +59,8 @@ class LayoutInfo(Strict):
     kept_weight_layout: Literal["packed"]
     tail_weight_layout: Literal["nf3_2p1"]
     tail_scale_format: Literal["e4m3_k32"]
-    w13_order: Literal["gate_up"]
+    w13_order: Literal["gate_up", "up"]
+    expert_biases: bool
     nf3_levels: Annotated[tuple[float, ...], Field(min_length=8, max_length=8)]
     activation: str
 
@@ -150,6 +151,41 @@ class Requantized(Strict):
     worst_relative_error: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
+Decibel = Annotated[float, Field(allow_inf_nan=False)]
+SearchName = Literal["absmax", "mse", "weighted"]
+
+
+class QuantizedTier(Strict):
+    """Experts of one tier of a layer whose codes were made here, and how far they are from the source's weights.
+
+    SQNR is 10 log10 of the sum of squares of the source's weights over that of the differences, all three matrices
+    together; null where there is no difference.
+    """
+
+    layer: Size
+    tier: Literal["kept", "tail"]
+    method: Literal["absmax", "mse", "weighted", "gptq"]
+    sources: tuple[str, ...]
+    experts: tuple[Size, ...]
+    sqnr_db: tuple[Decibel | None, ...]
+    tier_sqnr_db: Decibel | None
+    groups: Size
+    groups_zero_scale: Size
+    scales_subnormal: Size
+    scales_saturated: Size
+
+
+class Options(Strict):
+    """Options of the conversion that decide the bytes of the experts; the bit map is in config.json."""
+
+    kept_format: Literal["nvfp4", "mxfp4"] | None
+    requantize: bool
+    mx_bias: Literal[125, 127]
+    search: SearchName
+    importance: PlainDigest | None
+    hessians: PlainDigest | None
+
+
 class Report(Strict):
     """What conversion met. Every group of the source is counted once, whatever the number of ranks."""
 
@@ -159,6 +195,9 @@ class Report(Strict):
     blocks_flushed: Size
     scales_saturated: Size
     experts_requantized: tuple[Requantized, ...]
+    experts_cast: Size
+    experts_quantized: tuple[QuantizedTier, ...]
+    options: Options
     layers_omitted: tuple[Size, ...]
     notes: tuple[str, ...]
 

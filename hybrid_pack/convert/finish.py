@@ -71,6 +71,16 @@ def _report(plan: Plan, records: dict[str, Record]) -> Record:
             {"layer": layer, "expert": expert, "worst_relative_error": error}
             for (layer, expert), error in sorted(worst.items())
         ],
+        "experts_cast": 0,
+        "experts_quantized": [],
+        "options": {
+            "kept_format": None,
+            "requantize": False,
+            "mx_bias": 127,
+            "search": "absmax",
+            "importance": None,
+            "hessians": None,
+        },
         "layers_omitted": list(plan.omitted),
         "notes": [_text(note) for note in plan.notes],
     }
@@ -89,6 +99,7 @@ def _document(plan: Plan, records: dict[str, Record], small: list[Record]) -> di
             "tail_weight_layout": "nf3_2p1",
             "tail_scale_format": "e4m3_k32",
             "w13_order": "gate_up",
+            "expert_biases": False,
             "nf3_levels": list(config.nf3_levels),
             "activation": config.activation,
         },
