@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from hybrid_pack.report.labels import labelled
+
 Tick = tuple[float, str]
 """(place in 0..1 from the left or the top, text as HTML)."""
 
 ROW_LABEL_PX = 20
 LABELS_ACROSS = 6
 """As many as fit beside each other on a phone."""
-
-ROUND = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1 << 31)
-POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1 << 31)
 
 
 def nice_step(span: float, wanted: int) -> float:
@@ -23,32 +22,18 @@ def nice_step(span: float, wanted: int) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
 
 
-def ticks(numbers: Sequence[int], room: float, steps: Sequence[int] = ROUND) -> list[Tick]:
-    """Labels of rows or columns: the first, the last, and round numbers between them.
-
-    Args:
-        numbers: Ascending, one for each row or column.
-        room: Rows or columns from one label to the next, at least.
-        steps: What is round; the last is larger than any number.
-    """
-    step = next(s for s in steps if s >= room)
-    chosen, last = [0], len(numbers) - 1
-    for at in range(1, last):
-        if numbers[at] % step == 0 and at - chosen[-1] >= room and last - at >= room:
-            chosen.append(at)
-    if last > 0 and last - chosen[-1] >= min(room, last):
-        chosen.append(last)
-    return [((at + 0.5) / len(numbers), str(numbers[at])) for at in chosen]
-
-
 def row_ticks(numbers: Sequence[int], row_px: float) -> list[Tick]:
     """Labels of rows."""
-    return ticks(numbers, ROW_LABEL_PX / row_px)
+    return _ticks(numbers, ROW_LABEL_PX / row_px)
 
 
 def column_ticks(numbers: Sequence[int]) -> list[Tick]:
-    """Labels of columns: powers of two where their number is a multiple of eight."""
-    return ticks(numbers, len(numbers) / LABELS_ACROSS, POWERS if len(numbers) % 8 == 0 and not numbers[0] else ROUND)
+    """Labels of columns."""
+    return _ticks(numbers, len(numbers) / LABELS_ACROSS)
+
+
+def _ticks(numbers: Sequence[int], room: float) -> list[Tick]:
+    return [((at + 0.5) / len(numbers), str(numbers[at])) for at in labelled(numbers, room)]
 
 
 def framed(

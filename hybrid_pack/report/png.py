@@ -9,6 +9,8 @@ import struct
 import zlib
 from collections.abc import Collection, Mapping
 
+from hybrid_pack.report.labels import labelled
+
 TIER_MAP = "tier_map.png"
 """Its name in a pack."""
 
@@ -77,23 +79,6 @@ def _draw_number(rows: list[bytearray], number: int, left: int, top: int) -> Non
                     row[x : x + SCALE] = bytes([INK]) * SCALE
 
 
-def labelled(numbers: list[int], pitch: int, room: int) -> list[int]:
-    """Positions of the numbers to write: the first, the last, and multiples of a round step with room between them.
-
-    Args:
-        numbers: Ascending, one for each position.
-        pitch: Pixels from one position to the next.
-        room: Pixels a label needs.
-    """
-    last = len(numbers) - 1
-    step = next(s for s in (1, 2, 5, 10, 20, 32, 64, 128, 256, 512, 1 << 31) if s * pitch >= room)
-    chosen = [0]
-    for at in range(1, last):
-        if numbers[at] % step == 0 and min(at - chosen[-1], last - at) * pitch >= room:
-            chosen.append(at)
-    return [*chosen, last] if last and (last - chosen[-1]) * pitch >= room else chosen
-
-
 def tier_map_png(num_experts: int, kept: Mapping[int, Collection[int]]) -> bytes:
     """A row for each layer, a column for each expert: dark where it is kept, light where it is in the tail.
 
@@ -117,9 +102,9 @@ def tier_map_png(num_experts: int, kept: Mapping[int, Collection[int]]) -> bytes
             line[x : x + cell_w - gap] = bytes([KEPT if expert in held else TAIL]) * (cell_w - gap)
         first = top + at * cell_h
         rows[first : first + cell_h - 1] = [bytearray(line) for _ in range(cell_h - 1)]
-    for at in labelled(list(range(num_experts)), cell_w, 2 * _number_width(num_experts - 1)):
+    for at in labelled(range(num_experts), 3 * _number_width(num_experts - 1) / cell_w):
         _draw_number(rows, at, max(left, left + at * cell_w + (cell_w - _number_width(at)) // 2), MARGIN)
-    for at in labelled(layers, cell_h, 2 * DIGIT_H * SCALE):
+    for at in labelled(layers, 2 * DIGIT_H * SCALE / cell_h):
         y = top + at * cell_h + (cell_h - 1 - DIGIT_H * SCALE) // 2
         _draw_number(rows, layers[at], left - MARGIN - _number_width(layers[at]), y)
     return encode(rows)
