@@ -42,7 +42,7 @@ def framed(
     """A drawing with labels at its left and below it.
 
     Args:
-        kind: CSS class of the box: ``map-plot`` or ``chart``.
+        kind: CSS class of the box.
         height: Of the drawing, in CSS.
         area: The drawing.
         left: Its labels.

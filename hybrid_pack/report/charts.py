@@ -120,29 +120,36 @@ def histograms(view: PackView, scales: Scales) -> str:
     return f'<div class="many">{"".join(_histogram(view, h, low, high) for h in found)}</div>'
 
 
+def _share(part: int, whole: int) -> str:
+    percent = 100 * part / whole
+    return f"{percent:.2g} %" if percent < 10 else f"{percent:.0f} %"
+
+
 def _histogram(view: PackView, found: Histogram, low: int, high: int) -> str:
-    most = max(found.counts, default=0)
-    span = high - low
-    heights = [
-        (
-            (((found.first + i) / found.per_octave) - low) / span,
-            (((found.first + i + 1) / found.per_octave) - low) / span,
-            groups / most * 0.94,
-        )
-        for i, groups in enumerate(found.counts)
-    ]
+    title = escaped(f"{found.tier}, {found.format}: {view.matrix_name(found.matrix)}")
+    experts = f"{found.experts:,} of {counted(found.experts_all, 'expert slice')}"
+    zero = f"{_share(found.zero, found.nbytes)} of them zero" if found.zero else "none zero"
+    if found.counts:
+        drawing = _bars(found, title, low, high)
+    else:
+        drawing = '<p class="empty">Every scale that was read is zero.</p>'
+    about = f"{counted(found.nbytes, 'group')} read, of {experts}; {zero}"
+    return f'<figure class="histogram"><h3>{title}</h3>{drawing}<figcaption>{about}</figcaption></figure>'
+
+
+def _bars(found: Histogram, title: str, low: int, high: int) -> str:
+    """Bars of a histogram with at least one bin, over the octaves from ``low`` to ``high``."""
+    most, span = max(found.counts), high - low
+
+    def x(number: int) -> float:
+        return ((found.first + number) / found.per_octave - low) / span
+
+    heights = [(x(i), x(i + 1), 0.94 * groups / most) for i, groups in enumerate(found.counts)]
     step = next(s for s in (1, 2, 4, 8, 16, 32, 64, 128) if span / s <= 6)
     below = [((b - low) / span, f"2<sup>{b}</sup>") for b in range(low, high + 1) if b % step == 0]
-    share = 100 * most / found.nbytes
-    mode = found.first + found.counts.index(most) if found.counts else 0
-    title = f"{found.tier}, {found.format}: {view.matrix_name(found.matrix)}"
-    words = f"{counted(found.nbytes, 'group')}, most often 2^{mode / found.per_octave:g}, {found.zero:,} zero"
+    mode = (found.first + found.counts.index(most)) / found.per_octave
+    words = f"{counted(found.nbytes, 'group')}, most often 2^{mode:g}, {found.zero:,} zero"
     kind = "tail" if found.tier == "tail" else "mx" if found.format == "MXFP4" else "kept"
-    chart = line_chart(escaped(f"Scales of {title}: {words}"), bars(kind, heights))
-    plot = framed("chart", "130px", chart, [(0.06, f"{share:.0f} %"), (1.0, "0")], below, ("of groups", "scale"))
-    experts = f"{found.experts:,} of {counted(found.experts_all, 'expert slice')}"
-    zero = f"{100 * found.zero / found.nbytes:.2g} % of them zero" if found.zero else "none zero"
-    return (
-        f'<figure class="histogram"><h3>{escaped(title)}</h3>{plot}'
-        f"<figcaption>{counted(found.nbytes, 'group')} read, of {experts}; {zero}</figcaption></figure>"
-    )
+    chart = line_chart(f"Scales of {title}: {words}", bars(kind, heights))
+    left = [(0.06, _share(most, found.nbytes)), (1.0, "0")]
+    return framed("chart", "130px", chart, left, below, ("of groups", "scale"))

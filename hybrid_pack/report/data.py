@@ -194,7 +194,8 @@ class PackView:
 
     def tier_name(self, tier: Tier) -> str:
         """``kept (NVFP4)``, ``tail (NF3)``."""
-        return f"{tier} ({' and '.join(self.kept_formats) if tier == 'kept' else TAIL_NAME})"
+        formats = " and ".join(self.kept_formats) if tier == "kept" else TAIL_NAME
+        return f"{tier} ({formats})" if formats else tier
 
     def matrix_name(self, matrix: str) -> str:
         """What ``w13`` or ``w2`` is."""

@@ -66,7 +66,7 @@ def _numbers(view: PackView) -> str:
         ("bits a weight", f"{view.bits_per_weight:.2f}", "of the experts, scales included"),
         ("whole pack", size(view.total_bytes), f"{size(view.base_bytes)} of it are no experts"),
         ("shape", f"{view.hidden} × {view.intermediate}",
-         f"{view.num_experts} experts, top-{view.top_k}, {escaped(view.activation)}"),
+         f"{counted(view.num_experts, 'expert')}, top-{view.top_k}, {escaped(view.activation)}"),
         ("quantised here", f"{quantized:,}", came),
     )  # fmt: skip
     return (
@@ -87,7 +87,8 @@ def _errors(view: PackView) -> str:
         entries = [entry for entry in view.quantized if entry.tier == tier]
         drawn = error_map(view, tier)
         if not drawn:
-            parts.append(f"<h3>{view.tier_name(tier)}</h3>" + _nothing("Nothing in this tier was quantised here."))
+            why = "Nothing in this tier was quantised here." if view.experts(tier) else "No expert is in this tier."
+            parts.append(f"<h3>{view.tier_name(tier)}</h3>{_nothing(why)}")
             continue
         methods = sorted({f"{e.method} from {', '.join(e.sources)}" for e in entries})
         values = values_of(entries)
@@ -174,6 +175,20 @@ def _layers(view: PackView) -> str:
     return f"<details><summary>All layers in numbers</summary>{table}</details>"
 
 
+def _away(view: PackView) -> str:
+    """What to say where not every file is in the folder."""
+    whole, count = view.ranks_here, len(view.ranks)
+    if len(whole) == count:
+        return ""
+    if not whole:
+        here = "No rank of this pack is whole in this folder."
+    elif len(whole) == 1:
+        here = f"Only rank {whole[0]} of {count} is whole in this folder."
+    else:
+        here = f"Of {count} ranks only {', '.join(map(str, whole))} are whole in this folder."
+    return f'<p class="soft">{here} What was counted and measured is the whole pack\'s, by its manifest.</p>'
+
+
 def page(view: PackView, scales: Scales | None) -> str:
     """The whole page.
 
@@ -190,14 +205,6 @@ def page(view: PackView, scales: Scales | None) -> str:
     made_for = f"tensor parallel {view.tensor_parallel}" + (
         f", expert parallel {view.expert_parallel}" if view.expert_parallel > 1 else ""
     )
-    away = ""
-    if len(view.ranks_here) < len(view.ranks):
-        some = ", ".join(map(str, view.ranks_here))
-        whole = f"only rank {some} is whole" if len(view.ranks_here) == 1 else f"whole are {some or 'none'}"
-        away = (
-            f'<p class="soft">Of the {len(view.ranks)} ranks of this pack {whole} in this folder. '
-            f"What was counted and measured is the whole pack's, by its manifest.</p>"
-        )
     sampled = (
         ""
         if scales is None or scales.full
@@ -223,6 +230,6 @@ def page(view: PackView, scales: Scales | None) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}: hybrid-pack report</title><style>{style}</style></head><body><main>"
-        f'<h1><bdi>{title}</bdi></h1><p class="soft">hybrid-pack for {made_for}</p>{away}{_numbers(view)}'
+        f'<h1><bdi>{title}</bdi></h1><p class="soft">hybrid-pack for {made_for}</p>{_away(view)}{_numbers(view)}'
         f"{''.join(panels)}</main><script>{script}</script></body></html>\n"
     )

@@ -77,7 +77,7 @@ def test_one_rank_alone(packed: Path, tmp_path: Path, command: Command) -> None:
     shutil.rmtree(pack / "experts" / "tp2-ep1" / "rank-1")
     assert command("report", pack, "--html", tmp_path / "page.html").code == 0
     text = (tmp_path / "page.html").read_text()
-    assert "only rank 0 is whole in this folder" in text
+    assert "Only rank 0 of 2 is whole in this folder" in text
     assert "2 of 4 shards are not here" in text
 
 

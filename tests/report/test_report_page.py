@@ -165,8 +165,12 @@ def test_panels_without_anything_to_show_say_why() -> None:
     words = Tree(page(make_view(manifest(TIERS, 16), []), None)).text
     assert "No expert was quantised when this pack was made" in words
     assert "Scales were not read" in words
-    assert "Of the 4 ranks of this pack whole are none in this folder" in words
+    assert "No rank of this pack is whole in this folder." in words
     assert "Nothing in this tier was quantised here." in Tree(STATES["hostile"]()).text
+    assert "Only rank 1 of 4 is whole in this folder." in Tree(STATES["one rank"]()).text
+    single = Tree(STATES["single"]()).text
+    assert "No expert is in this tier." in single
+    assert "Every scale that was read is zero." in single
     assert "No expert shard of this pack could be read in this folder." in Tree(STATES["hostile"]()).text
 
 
