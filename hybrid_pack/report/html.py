@@ -65,8 +65,8 @@ def _numbers(view: PackView) -> str:
          f"{counted(len(view.ranks), 'rank')}: tp {view.tensor_parallel}, ep {view.expert_parallel}"),
         ("bits a weight", f"{view.bits_per_weight:.2f}", "of the experts, scales included"),
         ("whole pack", size(view.total_bytes), f"{size(view.base_bytes)} of it are no experts"),
-        ("shape", f"{view.hidden} × {view.intermediate}",
-         f"{counted(view.num_experts, 'expert')}, top-{view.top_k}, {escaped(view.activation)}"),
+        ("shape", f"{view.hidden}×{view.intermediate}",
+         f"{counted(view.num_experts, 'expert')}, top\u2011{view.top_k}, {escaped(view.activation)}"),
         ("quantised here", f"{quantized:,}", came),
     )  # fmt: skip
     return (

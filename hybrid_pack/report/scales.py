@@ -20,7 +20,7 @@ from hybrid_pack.report.data import KEPT_NAMES, TAIL_NAME, TIERS, Tier, is_here
 from hybrid_pack.schemas.manifest import Manifest, ShardEntry
 
 SAMPLE = 256
-"""Experts of a rank that are read of each tier and format: about 230 MB of GLM-5.2."""
+"""Experts of a rank that are read of each tier and format: about 230 MB of GLM-5.2 for TP4."""
 
 MATRICES = ("w13", "w2")
 BINS_PER_OCTAVE: Mapping[str, int] = {"NVFP4": 2, "NF3": 2, "MXFP4": 1}
