@@ -38,7 +38,7 @@ def is_ours(card: bytes) -> bool:
 def marked(text: object) -> str:
     """A string from elsewhere as Markdown that means nothing but itself, in one line."""
     line = " ".join(plain(str(text)).split())
-    line = re.sub(r"([\\`*_{}\[\]<>()#!|~&$:@])", r"\\\1", line)
+    line = re.sub(r"([\\`*_{}\[\]<>()#!|~&$@]|:(?=//))", r"\\\1", line)
     return re.sub(r"^(\d*)(?=[-+.])|(?<=www)(?=\.)", r"\1\\", line, flags=re.IGNORECASE)
 
 
