@@ -19,6 +19,7 @@ COMMANDS = {
     "convert": "Write a pack from a hybrid checkpoint.",
     "verify": "Prove a pack, alone or against its source.",
     "inspect": "Show a checkpoint or a pack from its headers.",
+    "report": "Show a pack in pictures: a page, or PNG files.",
     "doctor": "Show what this machine can run, and what is missing.",
     "bench": "Time loading a rank and running a layer.",
 }

@@ -12,17 +12,11 @@ from typing import Any
 import click
 
 from hybrid_pack.errors import plain
+from hybrid_pack.report.text import size
+
+__all__ = ["ByteProgress", "size"]
 
 LINE_SECONDS = 10.0
-
-
-def size(nbytes: float) -> str:
-    """Bytes in decimal units, as disks and networks count them."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(nbytes) < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.4g} TB"
 
 
 def _say(text: str) -> None:

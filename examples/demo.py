@@ -43,6 +43,7 @@ def main() -> None:
     hybrid_pack_command("inspect", relative[0])
     hybrid_pack_command("convert", relative[0], "--out", relative[1], "--tp", str(TP))
     hybrid_pack_command("verify", relative[1], "--source", relative[0])
+    hybrid_pack_command("report", relative[1], "--html", str((OUT / "report.html").relative_to(ROOT)))
 
     print(f"\nlayer 3 on the CPU, {TP} ranks, 32 tokens, against a float64 reference from the source's own tensors")
     generator = np.random.default_rng(0)

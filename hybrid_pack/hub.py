@@ -21,6 +21,7 @@ SMALL_FILES = (
     "*.py",
     "*.tiktoken",
     "LICENSE*",
+    "README.md",
     "additional_chat_templates/*",
 )
 WANTED = ("*.safetensors", *SMALL_FILES)

@@ -25,6 +25,7 @@ from hybrid_pack.io.quantization import (
 from hybrid_pack.io.safetensors import TensorHeader, build_header
 from hybrid_pack.io.shards import INDEX, Located
 from hybrid_pack.layouts.shard import KeptScaleFormat, RankGeometry, ShardTensor, shard_path, shard_tensors
+from hybrid_pack.report.png import TIER_MAP, tier_map_png
 from hybrid_pack.schemas.manifest import FORMAT_VERSION, LAYOUT_ABI, is_pack_path
 from hybrid_pack.sharding import Topology, padded_intermediate, require_legal
 
@@ -267,7 +268,9 @@ def small_files(root: Path) -> tuple[dict[str, Path], list[str]]:
                 or path.name.lower().endswith(WEIGHT_SUFFIXES)
             ):
                 continue
-            if path.is_symlink() and not path.exists():
+            if name.casefold() == TIER_MAP:
+                notes.append(f"{name} is not copied: a pack has its own")
+            elif path.is_symlink() and not path.exists():
                 notes.append(f"{name} is not copied: a link to a file that is not there")
             elif not path.is_file():
                 if not path.is_dir():
@@ -377,6 +380,7 @@ def make_plan(
     base = _base(source.base)
     copied, small_notes = small_files(source.root)
     written = {CONFIG: _config(source)}
+    written[TIER_MAP] = tier_map_png(source.config.num_experts, {i: source.layers[i].kept for i in wanted})
     if base:
         written[BASE_INDEX] = _index(base)
     omitted = tuple(layer for layer in sorted(source.layers) if layer not in wanted)

@@ -17,6 +17,7 @@ from hybrid_pack.io.config import CONFIG, HF_QUANT_CONFIG
 from hybrid_pack.io.safetensors import ALIGNMENT, FileHeader, read_header
 from hybrid_pack.io.shards import INDEX
 from hybrid_pack.plan import BasePlan, Plan, ShardPlan, make_plan
+from hybrid_pack.report.png import TIER_MAP
 from hybrid_pack.sharding import Topology
 from hybrid_pack.synthetic import bit_map, write_checkpoint
 from tests.checkpoints import BITS, SMALL, Stored, edit_config, edit_tensors, quantization
@@ -214,7 +215,7 @@ def test_nothing_but_experts(checkpoint: Path) -> None:
         for name in [name for name in tensors.weight_map if ".mlp.experts." not in name]:
             del tensors[name]
     plan = plan_of(checkpoint)
-    assert plan.base == () and set(plan.written) == {CONFIG}
+    assert plan.base == () and set(plan.written) == {CONFIG, TIER_MAP}
 
 
 def test_wide_layer_goes_to_the_base(checkpoint: Path) -> None:

@@ -44,7 +44,7 @@ class Conversion:
 
     Attributes:
         manifest: Of the finished pack.
-        files_written: Files written by this run, the manifest among them.
+        files_written: Files written by this run, the manifest among them, the model card aside.
         files_kept: Those an earlier run had finished.
         source_bytes: Source bytes read by this run.
         seconds: Its duration.
@@ -179,7 +179,7 @@ class _Conversion:
         kept = len(found.done)
         if journal.manifest is None:
             self._require_unchanged(journal)
-            manifest = write_manifest(out, plan, journal)
+            manifest = write_manifest(out, plan, journal, self.progress)
             journal.remove()
         else:
             manifest, small = end_repair(out, plan, journal)

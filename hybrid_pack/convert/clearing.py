@@ -16,7 +16,7 @@ from hybrid_pack.plan import Plan
 
 _OURS = re.compile(
     r"experts/tp\d+-ep\d+/rank-\d+/layer-\d+\.safetensors|model-\d{5}-of-\d{5}\.safetensors"
-    rf"|{re.escape(MANIFEST)}|{re.escape(BASE_INDEX)}|config\.json"
+    rf"|{re.escape(MANIFEST)}|{re.escape(BASE_INDEX)}|config\.json|{re.escape(README)}"
 )
 
 

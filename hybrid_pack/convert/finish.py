@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_pack._version import __version__
+from hybrid_pack.convert.card import write_card
 from hybrid_pack.convert.files import refuse_links
 from hybrid_pack.convert.journal import Journal, Record
 from hybrid_pack.convert.quantized import quantized_tiers
 from hybrid_pack.io.digest import blake3_digest, shard_digest
-from hybrid_pack.io.manifest import BASE_INDEX, MANIFEST, ROW_TENSORS, decode_manifest, encode_manifest
+from hybrid_pack.io.manifest import BASE_INDEX, MANIFEST, README, ROW_TENSORS, decode_manifest, encode_manifest
 from hybrid_pack.io.output import PARTIAL, make_folder, write_small
+from hybrid_pack.io.progress import Progress
 from hybrid_pack.plan import SCALE_FORMATS, Plan, ShardPlan
 from hybrid_pack.schemas.manifest import FORMAT, FORMAT_VERSION, LAYOUT_ABI, Manifest
 
@@ -135,16 +137,19 @@ def _document(plan: Plan, records: dict[str, Record], small: list[Record]) -> di
     }
 
 
-def write_manifest(out: Path, plan: Plan, journal: Journal) -> Manifest:
-    """Write the small files and, last, the manifest.
+def write_manifest(out: Path, plan: Plan, journal: Journal, progress: Progress) -> Manifest:
+    """Write the small files, the model card and, last, the manifest.
 
     Args:
         out: The pack.
         plan: What was written.
         journal: Has a record of every shard and base file.
+        progress: Told of a card that is kept.
     """
     data = encode_manifest(_document(plan, journal.records, _small_files(out, plan, journal)))
     manifest = decode_manifest(data, out / MANIFEST)
+    if not write_card(out, plan, manifest):
+        progress.note(f"{README} is not the one written here, so it is kept")
     write_small(out / MANIFEST, data)
     return manifest
 

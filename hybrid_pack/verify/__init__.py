@@ -11,6 +11,7 @@ from hybrid_pack.io.checkpoint import Checkpoint
 from hybrid_pack.io.declared import declared
 from hybrid_pack.io.manifest import MANIFEST, README, STATE, read_manifest
 from hybrid_pack.io.progress import Progress, Silent
+from hybrid_pack.report.card import is_ours
 from hybrid_pack.schemas.manifest import Manifest
 from hybrid_pack.verify.base import check_base, check_config
 from hybrid_pack.verify.digests import check_digests, payload_bytes
@@ -152,6 +153,16 @@ def _say_what_is_left_out(
             recorder.skip(left, "a quick verification was asked for")
     if not with_source:
         recorder.skip("whether the experts are the source's", "no source was given")
-    ignored = sorted(path.name for path in root.iterdir() if path.name == README or path.name.startswith("."))
+    ignored = sorted(path.name for path in root.iterdir() if _uncovered(path))
     if ignored:
         recorder.skip(", ".join(ignored), "no digest covers them: people and tools may edit them")
+
+
+def _uncovered(path: Path) -> bool:
+    """Whether no digest covers it: dot names, and a model card that is not as it was written."""
+    if path.name != README:
+        return path.name.startswith(".")
+    try:
+        return not (path.is_file() and is_ours(path.read_bytes()))
+    except OSError:
+        return True

@@ -20,6 +20,7 @@ from hybrid_pack.io.progress import Progress
 from hybrid_pack.io.reader import TensorReader
 from hybrid_pack.io.shards import Located
 from hybrid_pack.plan import SCALE_FORMATS, small_files
+from hybrid_pack.report.png import TIER_MAP, tier_map_png
 from hybrid_pack.schemas.manifest import Manifest
 from hybrid_pack.sharding import padded_intermediate
 from hybrid_pack.verify.pool import Buffers, Pool
@@ -246,6 +247,9 @@ def check_small_files(root: Path, manifest: Manifest, source: Checkpoint, record
     with recorder.checking(check, "files") as tally:
         copied, _ = small_files(source.root)
         listed = {file.path: file.digest for file in manifest.files if file.path not in (CONFIG, manifest.base.index)}
+        if TIER_MAP in listed:
+            tally.add(1)
+            _check_picture(manifest, listed.pop(TIER_MAP), check, recorder)
         for name in sorted({*copied, *listed}):
             tally.add(1)
             if name not in listed:
@@ -256,6 +260,13 @@ def check_small_files(root: Path, manifest: Manifest, source: Checkpoint, record
                 _compare_small(copied[name], name, listed[name], tally, recorder)
         tally.add(1)
         _check_config(root, source, check, recorder)
+
+
+def _check_picture(manifest: Manifest, packed: str, check: str, recorder: Recorder) -> None:
+    kept = {int(layer): tiers.kept for layer, tiers in manifest.layers.items()}
+    digest = blake3_digest(tier_map_png(manifest.geometry.num_experts, kept))
+    if digest != packed:
+        recorder.find(check, TIER_MAP, "not the picture of this pack's tiers", expected=digest, found=packed)
 
 
 def _compare_small(path: Path, name: str, packed: str, tally: Tally, recorder: Recorder) -> None:

@@ -24,7 +24,7 @@ def test_convert_says_what_it_did(source: Path, tmp_path: Path, command: Command
     result = command("convert", source, "--out", out, "--tp", 2)
     assert result.code == 0
     assert result.out.startswith(f"packed source for tp 2, ep 1 into {out}\n")
-    assert re.search(r"written +12 files\n", result.out)
+    assert re.search(r"written +13 files\n", result.out)
     assert re.search(r"experts +6 kept, 2 tail\n", result.out)
     assert result.out.splitlines()[-1] == f"next: hybrid-pack verify {out} --source {source}"
     assert "\r" not in result.err
@@ -41,7 +41,7 @@ def test_json_is_one_object(source: Path, tmp_path: Path, command: Command) -> N
     assert set(document) == {
         "out", "files_written", "files_kept", "source_bytes", "seconds", "workers", "self_digest", "report"
     }  # fmt: skip
-    assert (document["out"], document["files_written"], document["workers"]) == (str(out), 10, 2)
+    assert (document["out"], document["files_written"], document["workers"]) == (str(out), 11, 2)
     manifest = json.loads((out / "hybrid_pack.json").read_text())
     assert document["report"] == manifest["report"]
     assert document["self_digest"] == manifest["self_digest"]
@@ -83,7 +83,7 @@ def test_dry_run_tells_sizes(source: Path, tmp_path: Path, command: Command) -> 
     assert command(*arguments).code == 0
     found = {name: len(data) for name, data in tree(out).items()}
     assert {f["path"]: f["bytes"] for f in plan["files"]} == {n: b for n, b in found.items() if n.endswith("tensors")}
-    assert plan["disk_bytes"] == sum(found.values()) - found["hybrid_pack.json"]
+    assert plan["disk_bytes"] == sum(found.values()) - found["hybrid_pack.json"] - found["README.md"]
     assert [r["rank"] for r in plan["ranks"]] == [0, 1, 2, 3]
 
 
@@ -167,7 +167,7 @@ def test_resume_and_overwrite(source: Path, tmp_path: Path, command: Command) ->
     before = stamps(out)
     result = command(*arguments, "--resume")
     assert (result.code, result.out) == (
-        0, f"{out} is complete: its 10 files, of the same source and options, have their size; verify proves the rest\n"
+        0, f"{out} is complete: its 11 files, of the same source and options, have their size; verify proves the rest\n"
     )  # fmt: skip
     assert stamps(out) == before
     assert command(*arguments, "--overwrite").code == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybrid_pack.io.manifest import MANIFEST
+from hybrid_pack.io.manifest import MANIFEST, README
 from hybrid_pack.verify import verify_pack
 from tests.verify.packs import flip, read_document, text_of
 
@@ -58,6 +58,9 @@ def test_a_flipped_bit_is_found_wherever_it_is(victim: Path, part: int) -> None:
                 report = verify_pack(victim, workers=1)
             finally:
                 flip(victim / path, place, number % 8)
+            if path == README:
+                assert report.ok and README in {left.what for left in report.not_checked}, "people may edit it"
+                continue
             assert not report.ok, f"bit {number % 8} of byte {place} of {path}"
             assert {finding.path for finding in report.findings} == {path}, text_of(report)
 

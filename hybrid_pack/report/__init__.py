@@ -1,0 +1,1 @@
+"""What a pack holds, for people: the HTML page, the pictures and the model card."""

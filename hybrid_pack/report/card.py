@@ -1,0 +1,234 @@
+"""The model card, README.md: made from the manifest, and recognised later if nobody has edited it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from hybrid_pack.io.bitmap import spans
+from hybrid_pack.io.digest import blake3_digest
+from hybrid_pack.io.manifest import MANIFEST
+from hybrid_pack.report.data import TIERS, PackView, Tier
+from hybrid_pack.report.frontmatter import Value, as_list, write_front_matter
+from hybrid_pack.report.png import TIER_MAP
+from hybrid_pack.report.text import counted, plain, size
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+LIBRARY = "hybrid-pack"
+_END = re.compile(r"<!-- hybrid-pack card (blake3:[0-9a-f]{64}): [^\n]*-->\n\Z")
+
+
+def _end(body: str) -> str:
+    digest = blake3_digest(body.encode())
+    return f"<!-- hybrid-pack card {digest}: of all above. convert replaces this card unless it was edited. -->\n"
+
+
+def is_ours(card: bytes) -> bool:
+    """Whether a card was written here and not edited since, so that it may be replaced."""
+    try:
+        text = card.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    match = _END.search(text)
+    return match is not None and match[1] == blake3_digest(text[: match.start()].encode())
+
+
+def marked(text: object) -> str:
+    """A string from elsewhere as Markdown that means nothing but itself, in one line."""
+    line = " ".join(plain(str(text)).split())
+    line = re.sub(r"([\\`*_{}\[\]<>()#!|~&$@]|:(?=//))", r"\\\1", line)
+    return re.sub(r"^(\d*)(?=[-+.])|(?<=www)(?=\.)", r"\1\\", line, flags=re.IGNORECASE)
+
+
+def _base_model(view: PackView, front: Mapping[str, Value]) -> str:
+    """The Hub id of the source; where that was a plain folder, what its own card was made from."""
+    if HUB_ID.fullmatch(view.name):
+        return view.name
+    above = as_list(front.get("base_model"))
+    return above[0] if len(above) == 1 and HUB_ID.fullmatch(above[0]) else ""
+
+
+def _tags(view: PackView, front: Mapping[str, Value]) -> list[str]:
+    formats = [kind.lower() for kind in view.kept_formats] + (["nf3"] if view.experts_tail else [])
+    return list(dict.fromkeys([LIBRARY, "moe", *formats, "b12x", *map(plain, as_list(front.get("tags")))]))
+
+
+def _front(view: PackView, front: Mapping[str, Value]) -> str:
+    def one(key: str) -> str:
+        value = front.get(key)
+        return plain(value) if isinstance(value, str) else ""
+
+    base = _base_model(view, front)
+    text = write_front_matter(
+        {
+            "license": one("license"),
+            "license_name": one("license_name"),
+            "license_link": one("license_link"),
+            "language": [plain(item) for item in as_list(front.get("language"))],
+            "base_model": base,
+            "base_model_relation": "quantized" if base else "",
+            "library_name": LIBRARY,
+            "pipeline_tag": one("pipeline_tag"),
+            "tags": _tags(view, front),
+        }
+    )
+    missing = [key for key, there in (("license", one("license")), ("base_model", base)) if not there]
+    if not missing:
+        return text
+    hint = f"# not known here: {' and '.join(missing)}; add what the source has before publishing\n"
+    return text.removesuffix("---\n") + hint + "---\n"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _sizes(view: PackView) -> str:
+    rank = view.largest_rank
+    experts = len(view.layers) * view.num_experts
+    rows = [
+        ("experts", f"{experts:,} in {counted(len(view.layers), 'layer')}, {view.bits_per_weight:.2f} bits a weight"),
+        *(
+            (view.tier_name(tier), f"{view.experts(tier):,} experts, {size(rank.tier_bytes(tier))} a rank")
+            for tier in TIERS
+            if view.experts(tier)
+        ),
+        ("experts of a rank", size(rank.nbytes)),
+        ("all other tensors", size(view.base_bytes)),
+        ("whole pack", f"{size(view.total_bytes)} in {view.files:,} files"),
+    ]
+    return _table(("", ""), rows)
+
+
+def _loading(view: PackView) -> str:
+    tp, ep = view.tensor_parallel, view.expert_parallel
+    folder = f"experts/tp{tp}-ep{ep}"
+    split = f"tensor parallel {tp}" + (f" and expert parallel {ep}" if ep > 1 else "")
+    wanted = [layer.layer for layer in view.layers]
+    return f"""```
+pip install "hybrid-pack[b12x]"
+hf download <this repository> --local-dir pack
+hybrid-pack verify pack
+```
+```python
+import hybrid_pack
+
+pack = hybrid_pack.open_pack("pack", expect_tp={tp})
+loaded = pack.load_rank(0, "cuda")  # one read, digests checked, nothing repacked
+moe = hybrid_pack.runtime.HybridMoE(loaded[{wanted[0]}], top_k={view.top_k}, max_tokens=8192)
+y = moe(x, topk_weights, topk_ids)  # this rank's partial sum, bf16 [tokens, {view.hidden}]
+```
+* The experts are cut for **{split}**; another size needs another pack. Rank r reads `{folder}/rank-<r>` and the other
+  tensors, nothing else: the folders of other ranks need not be there.
+* transformers: tokenizer and configuration load as the source's do. The model does not: there is no quantisation method
+  `hybrid_pack` in transformers. The other tensors are plain safetensors with the source's names; experts run as above.
+* On a CPU, `pack.load_layer({wanted[0]}, rank=0, device="cpu").dequantize(expert)` gives an expert's weights."""
+
+
+def _measured(view: PackView) -> str:
+    parts = []
+    quantized = {(entry.layer, expert) for entry in view.quantized for expert in entry.sqnr_db}
+    moved = len(view.layers) * view.num_experts - len(quantized) - len(view.requantized) - view.experts_cast
+    if moved:
+        parts.append(
+            f"{counted(moved, 'expert')} moved as stored: `hybrid-pack verify --source` compares codes bit for bit."
+        )
+    if view.experts_cast:
+        parts.append(f"{counted(view.experts_cast, 'expert')} brought to the tier's format without loss.")
+    if quantized:
+        parts.append(
+            f"{counted(len(quantized), 'expert')} quantised while packing. SQNR is 10 log10 of the sum of squares of "
+            f"the source's weights over that of the differences:\n\n{_errors(view)}"
+        )
+    if view.requantized:
+        layer, expert, worst = max(view.requantized, key=lambda entry: entry[2])
+        parts.append(
+            f"{counted(len(view.requantized), 'expert')} with gate and up scales brought to one second scale; the "
+            f"worst relative error of a scale is {worst:.2g}, layer {layer} expert {expert}."
+        )
+    parts += [f"{number:,} {what}." for what, number in view.counts if number]
+    return "\n".join(f"* {part}" for part in parts)
+
+
+def _errors(view: PackView) -> str:
+    rows = []
+    for tier in TIERS:
+        for key in sorted({(e.method, e.sources) for e in view.quantized if e.tier == tier}):
+            entries = [e for e in view.quantized if (e.tier, e.method, e.sources) == (tier, *key)]
+            found = sorted(db for e in entries for db in e.sqnr_db.values() if db is not None)
+            numbers = [f"{value:.2f}" for value in (found[0], median(found), found[-1])] if found else ["exact"] * 3
+            experts = sum(len(e.sqnr_db) for e in entries)
+            layers = spans(sorted({e.layer for e in entries}))
+            cells = (view.tier_name(tier), key[0], ", ".join(map(marked, key[1])), layers, f"{experts:,}", *numbers)
+            rows.append(cells)
+    head = ("tier", "method", "from", "layers", "experts", "worst dB", "median dB", "best dB")
+    return "\n".join(f"  {line}" for line in _table(head, rows).splitlines())
+
+
+def _source(view: PackView) -> str:
+    rows = [
+        ("source", marked(view.name)),
+        ("its weights", f"{size(view.source_bytes)} in {counted(view.source_files, 'file')}"),
+        *((f"its {what}", f"`{digest}`") for what, digest in view.source_digests),
+        ("this pack's manifest", f"`{view.self_digest}`"),
+        ("made by", marked(view.made_by)),
+        ("layout", f"`{view.abi}`"),
+    ]
+    return _table(("", ""), rows)
+
+
+def _tier_names(view: PackView) -> str:
+    names: dict[Tier, str] = {
+        "kept": f"dark blue cells are kept in {' or '.join(view.kept_formats)} (4 bits)",
+        "tail": "light ones are the NF3 tail (3 bits)",
+    }
+    return "; ".join(names[tier] for tier in TIERS if view.experts(tier))
+
+
+def model_card(view: PackView, config: Mapping[str, Any], front: Mapping[str, Value]) -> str:
+    """Text of README.md.
+
+    Args:
+        view: Of the finished pack.
+        config: Its config.json.
+        front: From ``read_front_matter`` of the source's card; empty where that has none.
+    """
+    decoder = config.get("text_config")
+    decoder = {**config, **decoder} if isinstance(decoder, dict) else config
+    title = view.name.rpartition("/")[2]
+    architecture = f"`{kind}`, " if re.fullmatch(r"\w{1,64}", kind := str(decoder.get("model_type", ""))) else ""
+    notes = [*view.differs, *view.notes]
+    body = f"""{_front(view, front)}
+# {marked(title)}, packed for {view.tensor_parallel * view.expert_parallel} ranks
+
+The routed experts of {marked(view.name)}, converted once and offline by hybrid-pack into one file for each rank and
+layer, in the layout that the kernels of b12x 1.1.0 read: {architecture}hidden size {view.hidden}, expert size
+{view.intermediate}, {view.num_experts} experts, top-{view.top_k}.
+
+![Tier map: {counted(len(view.layers), "layer")} by {counted(view.num_experts, "expert")}]({TIER_MAP})
+
+A row is a layer, a column an expert: {_tier_names(view)}. `hybrid-pack report pack` makes a page with more.
+
+## Sizes
+{_sizes(view)}
+
+## How to load it
+{_loading(view)}
+
+## What was measured
+{_measured(view)}
+"""
+    if notes:
+        body += "\n## Notes\n" + "\n".join(f"* {marked(note)}" for note in notes) + "\n"
+    body += f"""
+## Source and digests
+{_source(view)}
+
+Every byte of every file but this one is covered by a digest in `{MANIFEST}`; `hybrid-pack verify pack --source SRC`
+proves the experts against the source.
+
+"""
+    return body + _end(body)

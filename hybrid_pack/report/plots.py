@@ -1,0 +1,141 @@
+"""Pictures of a pack as PNG files, for cards and slides; all but the tier map are drawn by matplotlib."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hybrid_pack.errors import EnvironmentFailure
+from hybrid_pack.report.data import TIERS, PackView, Tier
+from hybrid_pack.report.maps import color_range, values_of
+from hybrid_pack.report.png import TIER_MAP, tier_map_png
+from hybrid_pack.report.scales import Histogram, Scales
+from hybrid_pack.report.text import plain
+
+COLORS = {"kept": "#0b5cad", "tail": "#f0dcae"}
+EDGES = {"kept": "#0b5cad", "tail": "#8a6514"}
+DPI = 150
+
+EXACT = 1e9
+"""Above every colour scale."""
+
+
+def require_matplotlib() -> None:
+    """Say how to get it before any work is done.
+
+    Raises:
+        EnvironmentFailure: It is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise EnvironmentFailure(
+            "pictures need matplotlib, which is not installed",
+            hint='pip install "hybrid-pack[report]"; --html needs nothing',
+        )
+
+
+def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
+    """(figure, its axes as an array of rows and columns); no global state of pyplot is touched."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path) -> Path:
+    figure.savefig(path, dpi=DPI, metadata={"Software": None})
+    return path
+
+
+def _ranks(view: PackView) -> Any:
+    figure, axes = _figure(8, 1.3 + 0.24 * len(view.ranks))
+    axis = axes[0, 0]
+    names = [str(rank.rank) for rank in view.ranks]
+    left = [0.0] * len(names)
+    for tier in filter(view.experts, TIERS):
+        sizes = [rank.tier_bytes(tier) / 1e9 for rank in view.ranks]
+        axis.barh(names, sizes, left=left, label=view.tier_name(tier), color=COLORS[tier], edgecolor=EDGES[tier])
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    axis.invert_yaxis()
+    axis.set(xlabel="GB of experts", ylabel="rank")
+    figure.legend(loc="outside upper right", ncols=2, frameon=False)
+    return figure
+
+
+def _error_grid(view: PackView, tier: Tier) -> tuple[list[int], list[list[float]]]:
+    """(layers, dB by layer and expert; NaN where nothing was quantised, ``EXACT`` where there is no difference)."""
+    found: dict[int, list[float]] = {}
+    for entry in view.quantized:
+        if entry.tier == tier:
+            row = found.setdefault(entry.layer, [float("nan")] * view.num_experts)
+            for expert, db in entry.sqnr_db.items():
+                row[expert] = EXACT if db is None else db
+    return sorted(found), [found[layer] for layer in sorted(found)]
+
+
+def _errors(view: PackView) -> Any:
+    tiers = [tier for tier in TIERS if any(entry.tier == tier for entry in view.quantized)]
+    grids = {tier: _error_grid(view, tier) for tier in tiers}
+    height = sum(1.4 + 0.05 * len(layers) for layers, _ in grids.values())
+    figure, axes = _figure(9, height, rows=len(tiers))
+    for axis, tier in zip(axes.flat, tiers, strict=True):
+        layers, grid = grids[tier]
+        values = values_of(entry for entry in view.quantized if entry.tier == tier)
+        low, high = color_range(values) if values else (0.0, 1.0)
+        axis.set_facecolor("#e6e8eb")
+        image = axis.imshow(grid, aspect="auto", interpolation="nearest", cmap="viridis", vmin=low, vmax=high)
+        step = max(1, len(layers) // 8)
+        axis.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
+        axis.set(title=f"{view.tier_name(tier)}: SQNR of each expert, dB", xlabel="expert", ylabel="layer")
+        figure.colorbar(image, ax=axis, extend="both")
+    return figure
+
+
+def _scales(view: PackView, found: tuple[Histogram, ...]) -> Any:
+    figure, axes = _figure(9, 2.4 * -(-len(found) // 2), rows=-(-len(found) // 2), columns=2)
+    filled = [h for h in found if h.counts]
+    low = min((h.first / h.per_octave for h in filled), default=0)
+    high = max(((h.first + len(h.counts)) / h.per_octave for h in filled), default=1)
+    for axis in list(axes.flat)[len(found) :]:
+        axis.set_axis_off()
+    for axis, h in zip(axes.flat, found, strict=False):
+        at = [(h.first + i + 0.5) / h.per_octave for i in range(len(h.counts))]
+        share = [100 * groups / h.nbytes for groups in h.counts]
+        axis.bar(at, share, width=0.9 / h.per_octave, color=COLORS[h.tier], edgecolor=EDGES[h.tier])
+        axis.set(title=f"{h.tier}, {h.format}: {view.matrix_name(h.matrix)}")
+        axis.set(xlim=(low, high), xlabel="log2 of the scale", ylabel="% of groups")
+    return figure
+
+
+def write_pictures(folder: Path, view: PackView, scales: Scales | None) -> list[Path]:
+    """Write every picture there is something to draw in; others of these names are removed.
+
+    Args:
+        folder: Made if it is not there.
+        view: Of the pack.
+        scales: From ``read_scales``; None where they were not to be read.
+
+    Returns:
+        Their paths.
+
+    Raises:
+        EnvironmentFailure: matplotlib is not installed.
+        OSError: They cannot be written.
+    """
+    require_matplotlib()
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = {"bytes.png": _ranks(view)}
+    if view.quantized:
+        figures["errors.png"] = _errors(view)
+    if scales is not None and scales.histograms:
+        figures["scales.png"] = _scales(view, scales.histograms)
+    for name in ("errors.png", "scales.png"):
+        if name not in figures:
+            (folder / name).unlink(missing_ok=True)
+    (folder / TIER_MAP).write_bytes(tier_map_png(view.num_experts, {layer.layer: layer.kept for layer in view.layers}))
+    for figure in figures.values():
+        figure.suptitle(plain(view.name), fontsize=9, parse_math=False)
+    return [folder / TIER_MAP, *(_save(figure, folder / name) for name, figure in figures.items())]

@@ -1,0 +1,204 @@
+"""The model card: front matter as the Hub reads it, strings that mean nothing but themselves, and who wrote it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_pack.report.card import is_ours, marked, model_card
+from hybrid_pack.report.data import PackView, make_view
+from hybrid_pack.report.frontmatter import TAKEN, Value, as_list, read_front_matter, write_front_matter
+from hybrid_pack.report.text import plain
+from hybrid_pack.sharding import Topology
+from tests.report.manifests import errors, manifest, random_tiers
+
+TIERS = random_tiers(range(3, 6), 16, 5, mtp=9)
+PRINTABLE = st.text(st.characters(exclude_categories=("C", "Z"), include_characters=" "), min_size=1, max_size=20)
+SCALARS = PRINTABLE.map(str.strip).filter(bool)
+
+
+def view(**options: Any) -> PackView:
+    return make_view(manifest(TIERS, 16, **options), [])
+
+
+def card(front: dict[str, Value] | None = None, **options: Any) -> str:
+    return model_card(view(**options), {"model_type": "glm_moe_dsa"}, front or {})
+
+
+# Front matter.
+
+
+@given(st.dictionaries(st.sampled_from(TAKEN), SCALARS | st.lists(SCALARS, min_size=1, max_size=4)))
+def test_every_reader_of_yaml_reads_what_was_written(values: dict[str, Any]) -> None:
+    text = write_front_matter(values)
+    assert text.startswith("---\n")
+    assert (yaml.safe_load(text.strip("-\n")) or {}) == values
+
+
+WORDS = st.from_regex(r"[A-Za-z][A-Za-z0-9 ._/-]{0,20}[a-z]", fullmatch=True).filter(
+    lambda text: text.lower() not in ("yes", "no", "on", "off", "true", "false", "null")
+)
+
+
+@given(st.dictionaries(st.sampled_from(TAKEN), WORDS | st.lists(WORDS, min_size=1, max_size=4)), st.booleans())
+def test_what_yaml_writes_is_read(values: dict[str, Any], flow: bool) -> None:
+    """Block style, and flow style for lists."""
+    text = "".join(
+        yaml.safe_dump({key: value}, width=10_000)
+        if isinstance(value, str) or not flow
+        else f"{key}: {yaml.safe_dump(value, default_flow_style=True, width=10_000)}"
+        for key, value in values.items()
+    )
+    found = read_front_matter(f"---\n{text}---\n# Card\n")
+    assert found == {key: tuple(v) if isinstance(v, list) else v for key, v in values.items() if key in TAKEN}
+
+
+@given(st.text(max_size=300))
+def test_nothing_in_a_card_is_an_error(text: str) -> None:
+    found = read_front_matter(f"---\n{text}\n---\n")
+    assert set(found) <= set(TAKEN)
+    assert all(as_list(value) for value in found.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("no front matter", {}),
+        ("---\nlicense: mit\n", {}),
+        ("\ufeff---\r\nlicense: mit\r\n---\r\n", {"license": "mit"}),
+        ("---\nlicense: 'mit' # a remark\n---", {"license": "mit"}),
+        ("---\nlicense: mit # a remark\n...\nlanguage: en", {"license": "mit"}),
+        ("---\nlicense: other\nlicense_name: glm\nlicense_link: https://x.y/LICENSE\n---",
+         {"license": "other", "license_name": "glm", "license_link": "https://x.y/LICENSE"}),
+        ("---\nlanguage:\n  - en\n  - 'zh'\n---", {"language": ("en", "zh")}),
+        ("---\nlanguage: [en, \"zh\"]\n---", {"language": ("en", "zh")}),
+        ("---\nlanguage:\n- en\n\n# remark\n- zh\n---", {"language": ("en", "zh")}),
+        ("---\nlicense: |\n  long\n---", {}),
+        ("---\nlicense: {a: b}\n---", {}),
+        ("---\nlicense: *alias\n---", {}),
+        ("---\nlicense:\n  nested: x\n---", {}),
+        ("---\ntags:\n- a: b\n---", {}),
+        ("---\nlicense: \"a\\u0041\"\n---", {}),
+        ("---\nlicense: mit\nlicense: other\n---", {"license": "other"}),
+        ("---\nmodel-index:\n- name: x\n  results:\n  - task: y\nlicense: mit\n---", {"license": "mit"}),
+    ],
+)  # fmt: skip
+def test_reading(text: str, found: dict[str, Value]) -> None:
+    assert read_front_matter(text) == found
+
+
+def test_a_huge_card_is_cut() -> None:
+    assert read_front_matter("---\n" + "x: y\n" * 100_000 + "license: mit\n---\n") == {}
+
+
+# The card.
+
+
+def test_the_hub_reads_it() -> None:
+    front: dict[str, Value] = {
+        "license": "other", "license_name": "glm", "license_link": "LICENSE", "language": ("en", "no"),
+        "pipeline_tag": "text-generation", "tags": ("chat", "moe"), "base_model": "zai-org/GLM-5",
+    }  # fmt: skip
+    data = ModelCard(card(front)).data.to_dict()
+    assert data["base_model"] == "zai-org/GLM-5.2", "what it was made from, not what that was made from"
+    assert data["base_model_relation"] == "quantized"
+    assert data["library_name"] == "hybrid-pack"
+    assert data["tags"] == ["hybrid-pack", "moe", "nvfp4", "nf3", "b12x", "chat"]
+    assert data["language"] == ["en", "no"]
+    assert {key: data[key] for key in ("license", "license_name", "license_link", "pipeline_tag")} == {
+        key: front[key] for key in ("license", "license_name", "license_link", "pipeline_tag")
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "above", "base"),
+    [
+        ("a-folder", None, None),
+        ("a-folder", "zai-org/GLM-5.2", "zai-org/GLM-5.2"),
+        ("a-folder", ("zai-org/GLM-5.2",), "zai-org/GLM-5.2"),
+        ("a-folder", ("a/b", "c/d"), None),
+        ("a-folder", "../b", None),
+        ("org/name/more", None, None),
+        ("org/name", "zai-org/GLM-5.2", "org/name"),
+    ],
+)
+def test_base_model(name: str, above: Value | None, base: str | None) -> None:
+    text = card({} if above is None else {"base_model": above}, name=name)
+    data = ModelCard(text).data.to_dict()
+    assert data.get("base_model") == base
+    assert data.get("base_model_relation") == (base and "quantized")
+    assert ("base_model; add" in text) == (base is None)
+
+
+HOSTILE = "---\n# x <script>alert(1)</script> ![a](https://evil.example/x.png) | `b` www.evil.example ~~c~~ \u202e"
+
+
+def test_strings_from_elsewhere_are_only_text() -> None:
+    text = card({"license": HOSTILE, "tags": (HOSTILE,)}, name=HOSTILE, notes=[HOSTILE, "1. one", "- two"])
+    front, body = text.split("\n---\n", 1)
+    data = yaml.safe_load(front.removeprefix("---\n"))
+    assert data["license"] == plain(HOSTILE)
+    assert "base_model" not in data
+    assert not re.search(r"(?<!\\)<(?!!-- hybrid-pack|this repository|r>)", body)
+    assert not re.search(r"(?<!\\)!\[a|https:|www\.|(?<!\\)`b\\?`|(?<!\\)~|\u202e", body)
+    assert re.findall(r"!\[[^\]]*\]\(([^)]*)\)", body) == ["tier_map.png"]
+    assert "* 1\\. one" in body
+    assert "* \\- two" in body
+
+
+@given(PRINTABLE)
+def test_marked_text_is_that_text(text: str) -> None:
+    """A backslash before punctuation is the only change, but for spaces."""
+    assert re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", marked(text)) == " ".join(plain(text).split())
+
+
+def test_what_was_measured_is_what_the_manifest_says() -> None:
+    made = [entry for entry in errors(TIERS, 16, exact=0) if entry["tier"] == "tail"]
+    text = card(quantized=made, requantized=[{"layer": 3, "expert": TIERS[3][0][0], "worst_relative_error": 0.03125}])
+    values = sorted(db for entry in made for db in entry["sqnr_db"])
+    row = next(line for line in text.splitlines() if line.startswith("  | tail (NF3)"))
+    assert [cell.strip() for cell in row.strip(" |").split("|")] == [
+        "tail (NF3)", "mse", "BF16", "3-5", "33", f"{values[0]:.2f}", f"{values[16]:.2f}", f"{values[-1]:.2f}"
+    ]  # fmt: skip
+    assert "* 30 experts moved as stored" in text
+    assert "* 1 expert with gate and up scales brought to one second scale" in text
+    assert "is 0.031, layer 3" in text
+    assert "8,880 groups with scale zero" in text
+
+
+def test_nothing_quantised_has_no_error_table() -> None:
+    text = card()
+    assert "SQNR" not in text
+    assert "* 64 experts moved as stored" in text
+
+
+def test_it_says_how_the_pack_is_cut() -> None:
+    text = card(topology=Topology(2, 4), hidden=256, intermediate=256)
+    assert "packed for 8 ranks" in text
+    assert "tensor parallel 2 and expert parallel 4" in text
+    assert "experts/tp2-ep4/rank-<r>" in text
+    assert "expect_tp=2" in text
+
+
+def test_only_an_untouched_card_is_ours() -> None:
+    text = card()
+    assert text == card()
+    assert is_ours(text.encode())
+    for changed in (text + "\n", text.replace("Sizes", "sizes"), text.replace("\n", "\r\n"), text[1:], "", "# Mine\n"):
+        assert not is_ours(changed.encode())
+    assert not is_ours(b"\xff" + text.encode())
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"text_config": {"model_type": "x"}}, {"model_type": "<b>"}, {"text_config": 1}]
+)
+def test_any_configuration_will_do(config: dict[str, Any]) -> None:
+    text = model_card(view(), config, {})
+    assert "<b>" not in text
+    assert ("`x`" in text) == ("text_config" in config and config["text_config"] != 1)
