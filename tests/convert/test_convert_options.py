@@ -1,0 +1,243 @@
+"""Importances, Hessians, padding and the other options of quantising, through the whole conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from hybrid_pack.convert import Conversion, check, convert
+from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
+from hybrid_pack.io.checkpoint import open_checkpoint
+from hybrid_pack.io.quantization import QuantizeOptions
+from hybrid_pack.plan import make_plan
+from hybrid_pack.sharding import Topology
+from hybrid_pack.synthetic import Spec, write_checkpoint
+from hybrid_pack.verify import verify_pack
+from tests.convert.support import tree
+from tests.convert.test_convert_sources import differences
+from tests.verify.packs import editing
+
+SPEC = Spec(
+    hidden=128, intermediate=96, num_experts=4, kept=1, vocab=8, moe_layers=(1,), dense_layers=(0,), mtp_layer=False,
+    stored=("bf16",),
+)  # fmt: skip
+SIZES = {"gate_up": SPEC.hidden, "down": SPEC.intermediate}
+F32 = NDArray[np.float32]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path / "source", SPEC)
+    return tmp_path / "source"
+
+
+def importance(folder: Path) -> dict[str, F32]:
+    """A few loud channels."""
+    rng = np.random.default_rng(5)
+    found = {name: np.where(rng.random(k) < 0.1, 100.0, 1.0).astype(np.float32) for name, k in SIZES.items()}
+    save_file({f"1.shared.{name}": values for name, values in found.items()}, folder / "importance.safetensors")
+    return found
+
+
+def hessians(folder: Path) -> dict[str, F32]:
+    """Of autoregressive inputs."""
+    found = {}
+    for seed, (name, k) in enumerate(SIZES.items()):
+        rng = np.random.default_rng(seed)
+        x = rng.standard_normal((4 * k, k))
+        for i in range(1, k):
+            x[:, i] = 0.9 * x[:, i - 1] + 0.4 * x[:, i]
+        found[name] = (x.T @ x).astype(np.float32)
+    (folder / "hessians").mkdir()
+    tensors = {f"shared.{name}.hessian": values for name, values in found.items()}
+    save_file(tensors, folder / "hessians" / "layer-1.safetensors")
+    return found
+
+
+def pack(source: Path, out: Path, opened: dict[str, Any] | None = None, tp: int = 1, **options: Any) -> Conversion:
+    plan = make_plan(
+        open_checkpoint(source, **(opened or {})), Topology(tp), pad=True, options=QuantizeOptions(**options)
+    )
+    return convert(plan, out, workers=2)
+
+
+def weighted_error(root: Path, source: Path, done: Conversion, cost: Callable[[str, NDArray[Any]], float]) -> float:
+    """Sum over tail experts and matrices of a cost of the differences."""
+    total = 0.0
+    hidden, inner = SPEC.hidden, SPEC.intermediate
+    for _, _, name, _, error in differences(root, open_checkpoint(source), done.manifest):
+        if name == "nf3":
+            gate, up, down = np.split(error, [inner * hidden, 2 * inner * hidden])
+            total += cost("gate_up", gate.reshape(inner, hidden)) + cost("gate_up", up.reshape(inner, hidden))
+            total += cost("down", down.reshape(hidden, inner))
+    return total
+
+
+def test_importance_lowers_the_weighted_error(source: Path, tmp_path: Path) -> None:
+    given = importance(tmp_path)
+    plain = pack(source, tmp_path / "plain")
+    file = tmp_path / "importance.safetensors"
+    done = pack(source, tmp_path / "weighted", search="weighted", importance=file)
+
+    def cost(name: str, error: NDArray[Any]) -> float:
+        return float((error**2 * given[name]).sum())
+
+    before = weighted_error(tmp_path / "plain", source, plain, cost)
+    after = weighted_error(tmp_path / "weighted", source, done, cost)
+    assert after < before
+    report = done.manifest.report
+    assert {entry.method for entry in report.experts_quantized} == {"weighted"}
+    assert report.options.importance is not None and report.options.importance.startswith("blake3:")
+    assert any("experts use the importance their layer shares" in note for note in report.notes)
+    assert verify_pack(tmp_path / "weighted", source=source).ok
+
+
+def test_gptq_lowers_the_error_of_the_outputs(source: Path, tmp_path: Path) -> None:
+    given = hessians(tmp_path)
+    plain = pack(source, tmp_path / "plain")
+    done = pack(source, tmp_path / "gptq", hessians=tmp_path / "hessians")
+
+    def cost(name: str, error: NDArray[Any]) -> float:
+        return float(np.einsum("nk,kl,nl->", error, given[name].astype(np.float64), error))
+
+    before = weighted_error(tmp_path / "plain", source, plain, cost)
+    after = weighted_error(tmp_path / "gptq", source, done, cost)
+    assert after < 0.6 * before
+    methods = {entry.tier: entry.method for entry in done.manifest.report.experts_quantized}
+    assert methods == {"tail": "gptq", "kept": "mse"}
+    report = verify_pack(tmp_path / "gptq", source=source)
+    assert report.ok, report.findings
+    pack(source, tmp_path / "again", hessians=tmp_path / "hessians")
+    assert tree(tmp_path / "gptq") == tree(tmp_path / "again")
+
+
+def test_options_that_do_not_go_together(source: Path, tmp_path: Path) -> None:
+    importance(tmp_path)
+    for options in ({"search": "weighted"}, {"importance": tmp_path / "importance.safetensors"}):
+        with pytest.raises(UsageError, match="--search weighted and --importance go together"):
+            pack(source, tmp_path / "out", **options)
+
+
+def test_statistics_of_another_model_are_refused_before_the_work(source: Path, tmp_path: Path) -> None:
+    save_file({"1.shared.gate_up": np.ones(64, np.float32)}, tmp_path / "importance.safetensors")
+    with pytest.raises(DataError, match=r"importance of the wrong dtype .*expected F32 \[128\], found F32 \[64\]"):
+        pack(source, tmp_path / "out", search="weighted", importance=tmp_path / "importance.safetensors")
+    (tmp_path / "hessians").mkdir()
+    with pytest.raises(DataError, match="no Hessians for layer 1"):
+        pack(source, tmp_path / "out", hessians=tmp_path / "hessians")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_a_gpu_that_is_not_there(source: Path, tmp_path: Path) -> None:
+    plan = make_plan(open_checkpoint(source), Topology(1), pad=True, options=QuantizeOptions(device="cuda"))
+    for action in (convert, check):
+        with pytest.raises(EnvironmentFailure, match="--device cuda: torch sees no CUDA GPU"):
+            action(plan, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_weight_that_is_no_number_is_named(source: Path, tmp_path: Path) -> None:
+    from tests.checkpoints import edit_tensors
+
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    with edit_tensors(source) as tensors:
+        stored = tensors[name]
+        values = np.frombuffer(stored.data, "<u2").copy()
+        values[5 * SPEC.hidden + 7] = 0x7FC0
+        tensors[name] = replace(stored, data=values.tobytes())
+    with pytest.raises(DataError, match=rf"{name}: layer 1 expert 2: weight \[5, 7\] .*finite.*nan"):
+        pack(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_padding_is_told_and_proved(source: Path, tmp_path: Path, tp: int) -> None:
+    with pytest.raises(UsageError, match=r"96/2 = 48 is not a multiple of 64; legal sizes: none; or --pad, to 128"):
+        make_plan(open_checkpoint(source), Topology(2))
+    manifest = pack(source, tmp_path / "out", tp=tp).manifest
+    assert (manifest.geometry.intermediate_size, manifest.geometry.intermediate_size_padded) == (96, 128)
+    assert "intermediate size 96 is padded with zeros to 128" in manifest.report.notes
+    report = verify_pack(tmp_path / "out", source=source)
+    assert report.ok, report.findings
+
+
+def test_padding_that_is_no_zero_is_found(source: Path, tmp_path: Path) -> None:
+    """With digests that are right again, as an attacker would make them."""
+    pack(source, tmp_path / "out")
+    with editing(tmp_path / "out", consistent=True) as editor:
+        scales = editor.array(1, 0, "tail.w2_scale")
+        assert not scales[0, 3].any() and scales[0, 2].any(), "the last of four groups of columns is padding"
+        scales[0, 3, 5] = 0x30
+        editor.put(1, 0, "tail.w2_scale", scales)
+    report = verify_pack(tmp_path / "out", source=source)
+    assert [finding.message for finding in report.findings] == ["padding that does not mean zero"]
+
+
+@pytest.mark.parametrize("bias", [127, 125])
+def test_bias_of_old_exports(bias: int, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "source", replace(SPEC, intermediate=128, stored=("ct_mxfp4",), kept=4))
+    opened = {"mx_bias": bias}
+    manifest = pack(tmp_path / "source", tmp_path / "out", opened).manifest
+    assert manifest.report.options.mx_bias == bias
+    source = open_checkpoint(tmp_path / "source", mx_bias=bias)
+    sums = [float((w**2).sum()) for *_, w, error in differences(tmp_path / "out", source, manifest) if not error.any()]
+    assert len(sums) == 4
+    report = verify_pack(tmp_path / "out", source=tmp_path / "source")
+    assert report.ok, report.findings
+    plain = open_checkpoint(tmp_path / "source")
+    other = [float((w**2).sum()) for *_, w, _ in differences(tmp_path / "out", plain, manifest)]
+    assert np.allclose(sums, np.array(other) * (16 if bias == 125 else 1))
+
+
+def test_a_code_that_is_not_the_nearest_is_found(source: Path, tmp_path: Path) -> None:
+    pack(source, tmp_path / "out")
+    with editing(tmp_path / "out", consistent=True) as editor:
+        words = editor.array(1, 0, "tail.w13")
+        words[0, 2] ^= 1  # a top bit: half the code book away
+        editor.put(1, 0, "tail.w13", words)
+    report = verify_pack(tmp_path / "out", source=source)
+    assert any("codes are not the nearest levels" in finding.message for finding in report.findings), report.findings
+
+
+def test_a_scale_that_is_not_the_best_is_found(source: Path, tmp_path: Path) -> None:
+    pack(source, tmp_path / "out")
+    with editing(tmp_path / "out", consistent=True) as editor:
+        scales = editor.array(1, 0, "tail.w13_scale")
+        scales[0, 1, 9] += 8  # one octave
+        editor.put(1, 0, "tail.w13_scale", scales)
+    report = verify_pack(tmp_path / "out", source=source)
+    messages = " ".join(finding.message for finding in report.findings)
+    assert "scales have a neighbour of less squared error" in messages or "not the nearest levels" in messages
+
+
+def test_a_global_scale_that_is_not_of_these_weights_is_found(source: Path, tmp_path: Path) -> None:
+    pack(source, tmp_path / "out")
+    with editing(tmp_path / "out", consistent=True) as editor:
+        values = editor.array(1, 0, "kept.w13_global_scale")
+        editor.put(1, 0, "kept.w13_global_scale", values * np.float32(1.25))
+    report = verify_pack(tmp_path / "out", source=source)
+    assert any("not a global scale of these weights" in finding.message for finding in report.findings)
+
+
+def test_an_error_that_is_told_wrong_is_found(source: Path, tmp_path: Path) -> None:
+    pack(source, tmp_path / "out")
+    with editing(tmp_path / "out") as editor:
+        editor.document["report"]["experts_quantized"][-1]["sqnr_db"][0] += 0.5
+    (finding,) = verify_pack(tmp_path / "out", source=source).findings
+    assert finding.message == "not the error of the packed weights"
+
+
+def test_an_expert_that_is_not_told_of_is_found(source: Path, tmp_path: Path) -> None:
+    pack(source, tmp_path / "out")
+    with editing(tmp_path / "out") as editor:
+        editor.document["report"]["experts_quantized"].pop()
+    report = verify_pack(tmp_path / "out", source=source)
+    assert any("the report does not say that this expert was quantised" in f.message for f in report.findings)
