@@ -12,7 +12,7 @@ import click
 
 from hybrid_pack._version import __version__
 from hybrid_pack.cli.streams import drop_stdout, in_echo, open_streams, stdout_failure, terminable
-from hybrid_pack.errors import EnvironmentFailure, HybridPackError, plain
+from hybrid_pack.errors import EnvironmentFailure, HybridPackError, hide_tokens, plain
 
 COMMANDS = {
     "plan": "Choose the kept experts, by saliency and budget.",
@@ -22,6 +22,8 @@ COMMANDS = {
     "report": "Show a pack in pictures: a page, or PNG files.",
     "doctor": "Show what this machine can run, and what is missing.",
     "bench": "Time loading a rank and running a layer.",
+    "push": "Put a pack on the Hugging Face Hub.",
+    "pull": "Bring a rank of a pack from the Hub, checked on arrival.",
 }
 """Name and help of each command; its module is imported only when it runs."""
 
@@ -64,9 +66,9 @@ def cli(ctx: click.Context, debug: bool) -> None:
 
 def _fail(error: BaseException, line: str, code: int, *, debug: bool) -> int:
     if debug:
-        traceback.print_exception(error)
+        click.echo(hide_tokens("".join(traceback.format_exception(error))), nl=False, err=True)
     with contextlib.suppress(OSError):  # a stderr that takes nothing changes no exit code
-        click.echo(f"hybrid-pack: {plain(' '.join(line.split()))}", err=True)
+        click.echo(f"hybrid-pack: {hide_tokens(plain(' '.join(line.split())))}", err=True)
     return code
 
 
@@ -79,7 +81,12 @@ def _usage(error: click.ClickException) -> str:
 
 
 def _interrupted(command: str) -> str:
-    return "interrupted; finished files are kept for --resume" if command == "convert" else "interrupted"
+    kept = {
+        "convert": "; finished files are kept for --resume",
+        "pull": "; finished files are kept: run it again",
+        "push": "; what was sent is kept: run it again",
+    }
+    return f"interrupted{kept.get(command, '')}"
 
 
 def run(arguments: list[str] | None = None) -> int:

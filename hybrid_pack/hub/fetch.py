@@ -1,14 +1,14 @@
-"""The Hugging Face Hub; the only module that imports huggingface_hub."""
+"""A checkpoint of the Hub: whole, or its headers alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hybrid_pack.errors import DataError, EnvironmentFailure, HybridPackError, UsageError
+from hybrid_pack.errors import DataError, EnvironmentFailure
+from hybrid_pack.hub.errors import at, errors, retrying
 from hybrid_pack.io.config import read_document
 from hybrid_pack.io.safetensors import MAX_HEADER_BYTES
 from hybrid_pack.io.shards import INDEX, SINGLE
@@ -31,44 +31,6 @@ FIRST_READ_BYTES = 1 << 20
 """Read at once from the start of a shard: its whole header, nearly always."""
 
 
-@contextmanager
-def _errors(where: str) -> Iterator[None]:
-    """What the Hub's errors mean to a user."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    try:
-        yield
-    except GatedRepoError:
-        raise EnvironmentFailure(
-            "access to this repository must be granted",
-            where=where,
-            hint="accept its terms and log in with `hf auth login`",
-        ) from None
-    except (RepositoryNotFoundError, HFValidationError):
-        raise UsageError(
-            "no such repository on the Hub, nor a local folder", where=where, hint="a private one needs `hf auth login`"
-        ) from None
-    except RevisionNotFoundError:
-        raise UsageError("no such revision", where=where) from None
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
-        raise EnvironmentFailure(
-            "neither a local folder nor reachable on the Hub, and not whole in the local cache",
-            where=where,
-            hint="check the path; if it is a Hub id, the network and HF_HUB_OFFLINE",
-        ) from None
-    except HybridPackError:
-        raise
-    except Exception as error:  # the HTTP library's own errors differ from version to version
-        raise EnvironmentFailure("cannot fetch", where=where, found=error or type(error).__name__) from error
-
-
 def fetch_checkpoint(repo_id: str, revision: str | None = None) -> Path:
     """Bring a checkpoint into the Hugging Face cache, or find it there.
 
@@ -85,8 +47,8 @@ def fetch_checkpoint(repo_id: str, revision: str | None = None) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    with _errors(_where(repo_id, revision)):
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(WANTED)))
+    with errors(at(repo_id, revision), nor_folder=True):
+        return Path(retrying(lambda: snapshot_download(repo_id, revision=revision, allow_patterns=list(WANTED))))
 
 
 def _whole(snapshot: Path) -> bool:
@@ -113,6 +75,56 @@ def _cached(repo_id: str, revision: str | None) -> Path | None:
     return Path(found) if _whole(Path(found)) else None
 
 
+def cached_checkpoint(repo_id: str, revision: str | None = None) -> Path | None:
+    """Its snapshot folder in the local cache, if it is whole there; the Hub is not asked."""
+    with errors(at(repo_id, revision), nor_folder=True):
+        return _cached(repo_id, revision)
+
+
+def hub_files() -> Any:
+    """Files of the Hub that can be read in parts."""
+    from huggingface_hub import HfFileSystem
+
+    return HfFileSystem()
+
+
+def write_stub(files: Any, repo_id: str, commit: str, name: str, nbytes: int, folder: Path) -> None:
+    """A shard's stand-in: a sparse file of its size with nothing but the header.
+
+    Args:
+        files: From ``hub_files``.
+        repo_id: ``org/name``.
+        commit: Its commit.
+        name: Of the shard, at the top of the repository.
+        nbytes: Its size.
+        folder: Gets the file, which is not there yet.
+    """
+    where = f"{repo_id}@{commit}/{name}"
+
+    def read(start: int, end: int) -> bytes:
+        return bytes(retrying(lambda: files.cat_file(where, start=start, end=end)))
+
+    header = read(0, min(FIRST_READ_BYTES, nbytes))
+    end = 8 + int.from_bytes(header[:8], "little")
+    if len(header) < end <= min(nbytes, 8 + MAX_HEADER_BYTES):  # another is no header; its reader says so
+        header += read(len(header), end)
+    with (folder / name).open("wb") as file:
+        file.write(header[: min(end, len(header))])
+        file.truncate(nbytes)
+
+
+def copy_small_files(repo_id: str, commit: str, folder: Path) -> None:
+    """Copies of a checkpoint's small files, as a conversion would find them in a snapshot folder."""
+    from huggingface_hub import snapshot_download
+
+    snapshot = Path(snapshot_download(repo_id, revision=commit, allow_patterns=list(SMALL_FILES)))
+    for path in snapshot.rglob("*"):
+        target = folder / path.relative_to(snapshot)
+        if path.is_file() and not path.name.endswith(".safetensors"):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+
+
 def fetch_headers(repo_id: str, revision: str | None, folder: Path) -> None:
     """Bring a checkpoint's small files, and of its shards only the headers.
 
@@ -128,33 +140,21 @@ def fetch_headers(repo_id: str, revision: str | None, folder: Path) -> None:
         UsageError: No such repository or revision.
         EnvironmentFailure: No network, no access, no room.
     """
-    from huggingface_hub import HfFileSystem, snapshot_download
+    from huggingface_hub import snapshot_download
 
-    with _errors(_where(repo_id, revision)):
+    with errors(at(repo_id, revision), nor_folder=True):
         cached = _cached(repo_id, revision)
-        snapshot = cached or Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(SMALL_FILES)))
+        snapshot = cached or Path(
+            retrying(lambda: snapshot_download(repo_id, revision=revision, allow_patterns=list(SMALL_FILES)))
+        )
         for path in snapshot.iterdir():
             (folder / path.name).symlink_to(path.resolve())
         if cached is not None:
             return
-        files = HfFileSystem()
+        files = hub_files()
         root = f"{repo_id}@{snapshot.name}"
-        listed: Any = files.ls(root, detail=True)  # its type is not the same in every version
+        listed: Any = retrying(lambda: files.ls(root, detail=True))  # its type is not the same in every version
         sizes: dict[str, int] = {entry["name"].rsplit("/", 1)[1]: entry["size"] for entry in listed}
-
-        def stub(name: str) -> None:
-            header = files.cat_file(f"{root}/{name}", start=0, end=min(FIRST_READ_BYTES, sizes[name]))
-            end = 8 + int.from_bytes(header[:8], "little")
-            if len(header) < end <= min(sizes[name], 8 + MAX_HEADER_BYTES):  # another is no header; its reader says so
-                header += files.cat_file(f"{root}/{name}", start=len(header), end=end)
-            with (folder / name).open("wb") as file:
-                file.write(header[: min(end, len(header))])
-                file.truncate(sizes[name])
-
         shards = [n for n in sizes if n.endswith(".safetensors") and not (folder / n).exists()]
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(stub, shards))
-
-
-def _where(repo_id: str, revision: str | None) -> str:
-    return repo_id if revision is None else f"{repo_id}@{revision}"
+            list(pool.map(lambda n: write_stub(files, repo_id, snapshot.name, n, sizes[n], folder), shards))
