@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 
 from hybrid_pack.convert.device import Quantizer
 from hybrid_pack.convert.gptq import HessianCache
+from hybrid_pack.errors import DataError
 from hybrid_pack.formats.decode import F32
 from hybrid_pack.formats.source import MXFP4, NF3, NVFP4, SourceFormat
 from hybrid_pack.io.checkpoint import Layer, Matrix
 from hybrid_pack.io.output import aligned_buffer
 from hybrid_pack.io.weights import canonical_rows, check_scales, decode_stored, pick_rows
 from hybrid_pack.layouts.rows import Rows
+from hybrid_pack.layouts.scale_bytes import NVFP4_SECOND_LIMIT
 from hybrid_pack.plan import Plan
 from hybrid_pack.quantize import QuantStats, mxfp4_to_nvfp4, nvfp4_second_scale
 
@@ -161,6 +163,14 @@ class Encoder:
         largest = max(float(np.abs(weights).max()) for each in made for _, weights in self._decoded(one, each))
         wanted = nvfp4_second_scale(largest)
         native = [each.second for each in given if each.matrix.native_to(one.target.name)]
+        if wanted >= NVFP4_SECOND_LIMIT:
+            raise DataError(
+                f"{one.where}: weights too large for the kernel's NVFP4",
+                where=made[0].matrix.codes,
+                expected=f"a second-level scale below {NVFP4_SECOND_LIMIT:g}",
+                found=f"{wanted:g}, for a largest weight of {largest:g}",
+                hint="--kept-format mxfp4 holds them",
+            )
         return native[0] * 2.0 ** math.ceil(math.log2(wanted / native[0])) if native else wanted
 
     def _decoded(self, one: _One, given: _Given, rows: int = CHUNK_ROWS) -> Iterator[tuple[int, F32]]:
@@ -259,7 +269,7 @@ def _cast(one: _One, given: list[_Given]) -> list[Part] | None:
     for each, rows in zip(given, moved, strict=True):
         check_scales(each.matrix, rows.scales, one.where)
     result = mxfp4_to_nvfp4([rows.scales for rows in moved], [rows.codes for rows in moved], CAST_LOWEST_EXPONENT)
-    if result is None:
+    if result is None or result[1] >= NVFP4_SECOND_LIMIT:
         return None
     scales, second = result
     return [

@@ -77,7 +77,7 @@ def check_second(matrix: Matrix, value: float, where: str) -> None:
     Raises:
         DataError: It is not.
     """
-    if not (math.isfinite(value) and 0 < value < math.ldexp(1.0, 127 - scale_bytes.NVFP4_GLOBAL_EXPONENT + 1)):
+    if not 0 < value < scale_bytes.NVFP4_SECOND_LIMIT:
         raise DataError(
             f"{where}: second-level scale",
             where=matrix.second,

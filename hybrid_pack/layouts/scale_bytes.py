@@ -26,6 +26,8 @@ NF3_GLOBAL_SCALE = 2.0**116
 NF3_VALUE_EXPONENT = -112
 NVFP4_VALUE_EXPONENT = -126
 NVFP4_GLOBAL_EXPONENT = 119
+NVFP4_SECOND_LIMIT = 512.0
+"""Second-level scales at or above it give a global scale that binary32 does not hold."""
 MXFP4_TARGET_BYTE = 200
 """Where the largest byte of an expert matrix is moved, so that no group's operand is subnormal in BF16 and flushed."""
 MXFP4_MAX_SHIFT = 126

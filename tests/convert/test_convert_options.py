@@ -241,3 +241,20 @@ def test_an_expert_that_is_not_told_of_is_found(source: Path, tmp_path: Path) ->
         editor.document["report"]["experts_quantized"].pop()
     report = verify_pack(tmp_path / "out", source=source)
     assert any("the report does not say that this expert was quantised" in f.message for f in report.findings)
+
+
+def test_weights_too_large_for_the_kernel_are_refused(source: Path, tmp_path: Path) -> None:
+    from tests.checkpoints import edit_tensors
+
+    name = "model.layers.1.mlp.experts.{}.up_proj.weight"
+    with edit_tensors(source) as tensors:
+        for expert in range(SPEC.num_experts):
+            stored = tensors[name.format(expert)]
+            values = np.frombuffer(stored.data, "<u2").copy()
+            values[7] = 0x4980  # 2^20
+            tensors[name.format(expert)] = replace(stored, data=values.tobytes())
+    with pytest.raises(DataError, match=r"weights too large for the kernel's NVFP4 .*below 512.*--kept-format mxfp4"):
+        pack(source, tmp_path / "out")
+    pack(source, tmp_path / "mxfp4", {"kept_format": "mxfp4"})
+    report = verify_pack(tmp_path / "mxfp4", source=source)
+    assert report.ok, report.findings
