@@ -22,6 +22,8 @@ COMMANDS = {
     "report": "Show a pack in pictures: a page, or PNG files.",
     "doctor": "Show what this machine can run, and what is missing.",
     "bench": "Time loading a rank and running a layer.",
+    "push": "Put a pack on the Hugging Face Hub.",
+    "pull": "Bring a rank of a pack from the Hub, checked on arrival.",
 }
 """Name and help of each command; its module is imported only when it runs."""
 
@@ -79,7 +81,8 @@ def _usage(error: click.ClickException) -> str:
 
 
 def _interrupted(command: str) -> str:
-    return "interrupted; finished files are kept for --resume" if command == "convert" else "interrupted"
+    kept = {"convert": "; finished files are kept for --resume", "pull": "; finished files are kept: run it again"}
+    return f"interrupted{kept.get(command, '')}"
 
 
 def run(arguments: list[str] | None = None) -> int:

@@ -13,6 +13,24 @@ from hybrid_pack.errors import UsageError
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 
 
+def hub_id(text: str, revision: str | None = None) -> tuple[str, str | None]:
+    """(``org/name``, revision or None) of a Hub id on the command line.
+
+    Args:
+        text: ``org/name`` or ``org/name@revision``.
+        revision: Given by an option of its own.
+
+    Raises:
+        UsageError: No Hub id, or two revisions.
+    """
+    match = HUB_ID.fullmatch(text)
+    if match is None:
+        raise UsageError("not a Hub id", where=text, expected="org/name or org/name@revision")
+    if match[2] is not None and revision is not None:
+        raise UsageError("two revisions", where=text, expected="one", found=f"--revision {revision} too")
+    return match[1], match[2] or revision
+
+
 def local_source(text: str, *, headers_only: bool = False) -> tuple[Path, str | None]:
     """(folder, name to remember or None for its own) of SRC; downloads a Hub id's files that are needed.
 

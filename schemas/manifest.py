@@ -236,3 +236,8 @@ class Manifest(Strict):
     def paths(self) -> list[str]:
         """Every file the manifest covers; itself and README.md not."""
         return [s.path for s in self.shards] + [f.path for f in self.base.files] + [f.path for f in self.files]
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each of them."""
+        sizes = {shard.path: shard.bytes for shard in self.shards}
+        return sizes | {file.path: file.bytes for file in (*self.base.files, *self.files)}

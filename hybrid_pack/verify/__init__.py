@@ -17,6 +17,7 @@ from hybrid_pack.verify.base import check_base, check_config
 from hybrid_pack.verify.digests import check_digests, payload_bytes
 from hybrid_pack.verify.experts import check_experts, source_bytes
 from hybrid_pack.verify.pool import Pool, worker_count
+from hybrid_pack.verify.remote import verify_remote
 from hybrid_pack.verify.report import Check, Finding, NotChecked, Recorder, VerifyReport
 from hybrid_pack.verify.scope import Scope, make_scope
 from hybrid_pack.verify.shards import check_shards
@@ -30,7 +31,7 @@ from hybrid_pack.verify.source import (
 from hybrid_pack.verify.tree import Found, check_partial, check_tree, scan
 from hybrid_pack.verify.warmup import compile_kernels
 
-__all__ = ["Check", "Finding", "NotChecked", "Progress", "VerifyReport", "verify_pack"]
+__all__ = ["Check", "Finding", "NotChecked", "Progress", "VerifyReport", "verify_pack", "verify_remote"]
 
 RULES = "manifest"
 UNFINISHED = "not there: an unfinished conversion, or one that is running: finish it with convert --resume"
@@ -44,6 +45,7 @@ def verify_pack(
     quick: bool = False,
     rank: int | None = None,
     layers: Iterable[int] | None = None,
+    experts_only: bool = False,
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
@@ -57,6 +59,7 @@ def verify_pack(
             index, headers, expert ids and global scales still are.
         rank: Only this rank's shards, and what all ranks share; other ranks' shards may be missing.
         layers: Only these layers' shards, and what all layers share; other layers' shards may be missing.
+        experts_only: Not the base tensors; their files may be missing.
         workers: Threads; by default one a usable core.
         progress: Told how it goes on.
 
@@ -79,11 +82,11 @@ def verify_pack(
         recorder.skip("everything else", "there is no valid manifest")
         return recorder.report(root)
     recorder.declared = declared(manifest.report)
-    scope = make_scope(manifest, rank, layers)
+    scope = make_scope(manifest, rank, layers, base=not experts_only)
     _say_what_is_left_out(root, manifest, scope, quick, source is not None, recorder)
     check_tree(root, manifest, present, scope, recorder)
     check_config(root, manifest, recorder)
-    base = check_base(root, manifest, recorder)
+    base = check_base(root, manifest, recorder) if scope.base else {}
     check_shards(root, manifest, scope, pool, recorder)
 
     opened, comparable = None, []
@@ -99,7 +102,9 @@ def verify_pack(
         recorder.skip("everything against the source", "it could not be opened")
     total = 0 if quick else payload_bytes(manifest, scope)
     if opened is not None and not quick:
-        total += 2 * sum(at.header.nbytes for at in opened.base) + 2 * source_bytes(opened, comparable)
+        total += (2 * sum(at.header.nbytes for at in opened.base) if scope.base else 0) + 2 * source_bytes(
+            opened, comparable
+        )
         for line in compile_kernels() if comparable else ():
             watch.note(line)
     if total:
@@ -108,7 +113,8 @@ def verify_pack(
         check_digests(root, manifest, scope, pool, recorder, watch)
     if opened is not None:
         check_small_files(root, manifest, opened, recorder, quick=quick)
-        check_base_bytes(manifest, opened, base, pool, recorder, watch, quick=quick)
+        if scope.base:
+            check_base_bytes(manifest, opened, base, pool, recorder, watch, quick=quick)
     if opened is not None and not quick:
         check_experts(root, manifest, opened, comparable, scope, pool, recorder, watch)
     return recorder.report(root)
@@ -140,6 +146,8 @@ def _say_what_is_left_out(
     if scope.layers is not None:
         chosen = ", ".join(map(str, sorted(scope.layers)))
         recorder.skip(f"shards of layers other than {chosen}", "only these layers were asked for")
+    if not scope.base:
+        recorder.skip("base tensors", "only the experts were asked for")
     if manifest.report.layers_omitted:
         omitted = ", ".join(map(str, manifest.report.layers_omitted))
         recorder.skip(f"experts of layers {omitted}", "the pack was made without them")

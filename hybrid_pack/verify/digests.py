@@ -189,7 +189,7 @@ def _shard_tasks(job: _Job, manifest: Manifest, shard: ShardEntry, tally: Tally)
 
 def payload_bytes(manifest: Manifest, scope: Scope) -> int:
     """Bytes that ``check_digests`` reads."""
-    plain = sum(file.bytes for file in (*manifest.base.files, *manifest.files))
+    plain = sum(file.bytes for file in scope.plain(manifest))
     return plain + sum(t.end - t.begin for shard in scope.shards(manifest) for t in shard.tensors.values())
 
 
@@ -198,7 +198,7 @@ def check_digests(
 ) -> None:
     """Hash every plain file, and every tensor of the shards of the scope, that is there in its right size."""
     job = _Job(root, pool, recorder, progress)
-    plain = sorted((*manifest.base.files, *manifest.files), key=lambda file: -file.bytes)
+    plain = sorted(scope.plain(manifest), key=lambda file: -file.bytes)
     with (
         recorder.checking(SCALES, "tensors", threads=True) as job.scales,
         recorder.checking(TENSORS, "tensors", threads=True) as tensors,

@@ -120,12 +120,12 @@ def check_tree(root: Path, manifest: Manifest, present: Mapping[str, Found], sco
         root: The pack.
         manifest: The manifest.
         present: From ``scan``.
-        scope: Shards outside it may be missing.
+        scope: Files outside it may be missing.
         recorder: Gets the findings; files that cannot be read as listed are spoiled.
     """
-    sizes = {shard.path: shard.bytes for shard in manifest.shards}
-    sizes |= {file.path: file.bytes for file in (*manifest.base.files, *manifest.files)}
+    sizes = manifest.sizes()
     outside = {shard.path for shard in manifest.shards if not scope.covers(shard)}
+    outside |= set() if scope.base else {file.path for file in manifest.base.files}
     unread = {
         name: found.unread
         for name, found in present.items()

@@ -156,7 +156,7 @@ ERRORS = {
     ),
     "offline_mode": (made(errors.OfflineModeIsEnabled), 3, "neither a local folder nor reachable on the Hub"),
     "http": (made(errors.HfHubHTTPError), 3, "cannot fetch"),
-    "no_room": (OSError(28, "No space left on device"), 3, r"cannot fetch \(found .*No space left on device\)"),
+    "no_room": (OSError(28, "No space left on device"), 3, r"the disk is full \(found No space left on device\)"),
     "reset": (ConnectionResetError(104, "Connection reset by peer"), 3, r"cannot fetch \(found .*reset by peer\)"),
     "timeout": (TimeoutError("timed out"), 3, r"cannot fetch \(found timed out\)"),
 }

@@ -13,6 +13,7 @@ from huggingface_hub import errors
 
 from hybrid_pack import hub
 from hybrid_pack.errors import EnvironmentFailure, HybridPackError, UsageError
+from hybrid_pack.hub import fetch
 from hybrid_pack.io.checkpoint import open_checkpoint
 from hybrid_pack.plan import make_plan
 from hybrid_pack.sharding import Topology
@@ -74,7 +75,7 @@ def files(small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_headers_alone_make_the_same_plan(
     files: FakeFiles, small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
-    monkeypatch.setattr(hub, "FIRST_READ_BYTES", first)
+    monkeypatch.setattr(fetch, "FIRST_READ_BYTES", first)
     folder = tmp_path / "stubs"
     folder.mkdir()
     hub.fetch_headers("org/name", None, folder)
@@ -97,7 +98,7 @@ class Cache:
         if not local_files_only:
             self.online += 1
             raise errors.LocalEntryNotFoundError("no network")
-        assert tuple(allow_patterns) == hub.WANTED
+        assert tuple(allow_patterns) == fetch.WANTED
         return str(self.snapshot)
 
 

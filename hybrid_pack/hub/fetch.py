@@ -1,14 +1,13 @@
-"""The Hugging Face Hub; the only module that imports huggingface_hub."""
+"""A checkpoint of the Hub: whole, or its headers alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hybrid_pack.errors import DataError, EnvironmentFailure, HybridPackError, UsageError
+from hybrid_pack.errors import DataError, EnvironmentFailure
+from hybrid_pack.hub.errors import at, errors
 from hybrid_pack.io.config import read_document
 from hybrid_pack.io.safetensors import MAX_HEADER_BYTES
 from hybrid_pack.io.shards import INDEX, SINGLE
@@ -31,44 +30,6 @@ FIRST_READ_BYTES = 1 << 20
 """Read at once from the start of a shard: its whole header, nearly always."""
 
 
-@contextmanager
-def _errors(where: str) -> Iterator[None]:
-    """What the Hub's errors mean to a user."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    try:
-        yield
-    except GatedRepoError:
-        raise EnvironmentFailure(
-            "access to this repository must be granted",
-            where=where,
-            hint="accept its terms and log in with `hf auth login`",
-        ) from None
-    except (RepositoryNotFoundError, HFValidationError):
-        raise UsageError(
-            "no such repository on the Hub, nor a local folder", where=where, hint="a private one needs `hf auth login`"
-        ) from None
-    except RevisionNotFoundError:
-        raise UsageError("no such revision", where=where) from None
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
-        raise EnvironmentFailure(
-            "neither a local folder nor reachable on the Hub, and not whole in the local cache",
-            where=where,
-            hint="check the path; if it is a Hub id, the network and HF_HUB_OFFLINE",
-        ) from None
-    except HybridPackError:
-        raise
-    except Exception as error:  # the HTTP library's own errors differ from version to version
-        raise EnvironmentFailure("cannot fetch", where=where, found=error or type(error).__name__) from error
-
-
 def fetch_checkpoint(repo_id: str, revision: str | None = None) -> Path:
     """Bring a checkpoint into the Hugging Face cache, or find it there.
 
@@ -85,7 +46,7 @@ def fetch_checkpoint(repo_id: str, revision: str | None = None) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    with _errors(_where(repo_id, revision)):
+    with errors(at(repo_id, revision), nor_folder=True):
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(WANTED)))
 
 
@@ -130,7 +91,7 @@ def fetch_headers(repo_id: str, revision: str | None, folder: Path) -> None:
     """
     from huggingface_hub import HfFileSystem, snapshot_download
 
-    with _errors(_where(repo_id, revision)):
+    with errors(at(repo_id, revision), nor_folder=True):
         cached = _cached(repo_id, revision)
         snapshot = cached or Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(SMALL_FILES)))
         for path in snapshot.iterdir():
@@ -154,7 +115,3 @@ def fetch_headers(repo_id: str, revision: str | None, folder: Path) -> None:
         shards = [n for n in sizes if n.endswith(".safetensors") and not (folder / n).exists()]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(stub, shards))
-
-
-def _where(repo_id: str, revision: str | None) -> str:
-    return repo_id if revision is None else f"{repo_id}@{revision}"
