@@ -11,10 +11,12 @@ import click
 
 from hybrid_pack.cli.options import BYTES, LAYERS, quantize_options
 from hybrid_pack.cli.progress import ByteProgress
-from hybrid_pack.cli.source import local_source
+from hybrid_pack.cli.source import local_source, streamed_source
 from hybrid_pack.cli.streams import put
+from hybrid_pack.errors import UsageError
 
 if TYPE_CHECKING:
+    from hybrid_pack.hub import HubSupply
     from hybrid_pack.plan import Plan
 
 
@@ -36,6 +38,11 @@ if TYPE_CHECKING:
     "--resume", is_flag=True, help="Go on with an unfinished conversion, or repair a pack; good files are kept."
 )
 @click.option("--overwrite", is_flag=True, help="Replace the pack or unfinished conversion that is there.")
+@click.option(
+    "--no-keep",
+    is_flag=True,
+    help="SRC on the Hub: fetch each shard when it is needed and drop it after use, so that the disk holds one copy.",
+)
 @click.option(
     "--on-scale-mismatch",
     type=click.Choice(["refuse", "requantize"]),
@@ -67,18 +74,22 @@ def command(
     opened = {key: options.pop(key) for key in ("kept_format", "requantize", "mx_bias")}
     opened["bit_map_file"] = options.pop("bit_map")
     quantize = QuantizeOptions(**{key: options.pop(key) for key in ("search", "importance", "hessians", "device")})
-    pad = options.pop("pad")
+    pad, no_keep = options.pop("pad"), options.pop("no_keep")
+    supply: HubSupply | None = None
 
-    def planned(headers_only: bool) -> tuple[Plan, bool]:
-        root, name = local_source(src, headers_only=headers_only)
+    def planned(root: Path, name: str | None) -> Plan:
         source = open_checkpoint(root, name=name, **opened)
-        return make_plan(source, Topology(tp, ep), layers, pad=pad, options=quantize), name is not None
+        return make_plan(source, Topology(tp, ep), layers, pad=pad, options=quantize)
 
-    plan, on_hub = planned(headers_only=True)
+    root, name = local_source(src, headers_only=True)
+    plan, on_hub = planned(root, name), name is not None
+    if no_keep and not on_hub:
+        raise UsageError("--no-keep is for a checkpoint on the Hub; a folder is never changed", where=src)
     if on_hub and not dry_run:  # whatever would be refused is refused before hundreds of gigabytes are fetched
         _, found = check(plan, out, headers_only=True, **options)
         require_disk(found.space, out, kept=bool(found.done))
-        plan, _ = planned(headers_only=False)
+        if not no_keep:
+            plan = planned(*local_source(src))
     if dry_run:
         needs, found = check(plan, out, headers_only=on_hub, **options)
         document = tables.plan_json(plan, needs, found) if as_json else None
@@ -86,9 +97,19 @@ def command(
         require_disk(found.space, out, kept=bool(found.done))
         return
     with ByteProgress("convert", lines=as_json) as progress:
+        if no_keep:
+            root, name, supply = streamed_source(src, out, progress)
+            plan = planned(root, name)
         for note in plan.notes:
             progress.note(f"note: {note}")
-        done = convert(plan, out, progress=progress, **options)
+        try:
+            done = convert(plan, out, progress=progress, supply=supply, **options)
+        except BaseException:
+            if supply is not None and not supply.holds_work:
+                supply.close()
+            raise
+    if supply is not None:
+        supply.close()
     document = tables.conversion_json(done, out) if as_json else None
     with suppress(BrokenPipeError):  # the pack is finished, whether or not anybody reads about it
         put(json.dumps(document, indent=1) if document else tables.conversion_text(done, plan, out, src))

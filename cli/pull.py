@@ -39,7 +39,7 @@ def command(
     from hybrid_pack.hub import pull
 
     repo_id, at = hub_id(repository, revision)
-    with ByteProgress("pull", plain=as_json) as progress:
+    with ByteProgress("pull", lines=as_json) as progress:
         done = pull(
             repo_id, out, ranks=ranks or None, revision=at, experts_only=experts_only, workers=workers,
             progress=progress,

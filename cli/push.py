@@ -88,7 +88,7 @@ def command(
     with ByteProgress("verify", quiet=as_json) as progress:
         report = verify_pack(out, quick=not full, progress=progress)
     _require_good(out, report)
-    with ByteProgress("push", plain=as_json) as progress:
+    with ByteProgress("push", lines=as_json) as progress:
         kinds = ", ".join(check.name for check in report.checks)
         progress.note(f"checked: {kinds}" + ("" if full else "; payload digests were not (--full checks them)"))
         if dry_run:

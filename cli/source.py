@@ -7,8 +7,13 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybrid_pack.errors import UsageError
+
+if TYPE_CHECKING:
+    from hybrid_pack.hub import HubSupply
+    from hybrid_pack.io.progress import Progress
 
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 
@@ -29,6 +34,32 @@ def hub_id(text: str, revision: str | None = None) -> tuple[str, str | None]:
     if match[2] is not None and revision is not None:
         raise UsageError("two revisions", where=text, expected="one", found=f"--revision {revision} too")
     return match[1], match[2] or revision
+
+
+def streamed_source(text: str, out: Path, progress: Progress) -> tuple[Path, str | None, HubSupply | None]:
+    """(folder, name to remember, what brings its shards) of a Hub id that is not to be kept.
+
+    The folder lies beside the output and holds few shards at a time; what is whole in the Hugging Face cache is used
+    from there, and nothing brings anything.
+
+    Args:
+        text: As given on the command line.
+        out: Folder of the pack.
+        progress: Told what is worth a line.
+
+    Raises:
+        UsageError: No Hub id, or none the Hub has.
+        EnvironmentFailure: It cannot be fetched.
+    """
+    from hybrid_pack import hub
+
+    repo_id, revision = hub_id(text)
+    cached = hub.cached_checkpoint(repo_id, revision)
+    if cached is not None:
+        return cached, repo_id, None
+    out = out.absolute()
+    folder = out.parent / f".{out.name}.source"
+    return folder, repo_id, hub.stream_checkpoint(repo_id, revision, folder, progress=progress)
 
 
 def local_source(text: str, *, headers_only: bool = False) -> tuple[Path, str | None]:

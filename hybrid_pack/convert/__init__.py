@@ -28,6 +28,7 @@ from hybrid_pack.io.config import CONFIG
 from hybrid_pack.io.digest import blake3_digest
 from hybrid_pack.io.progress import Progress, Silent
 from hybrid_pack.io.reader import TensorReader
+from hybrid_pack.io.supply import Here, Supply
 from hybrid_pack.plan import Plan
 from hybrid_pack.schemas.manifest import Manifest
 
@@ -69,6 +70,7 @@ def convert(
     overwrite: bool = False,
     on_scale_mismatch: OnScaleMismatch = "refuse",
     progress: Progress | None = None,
+    supply: Supply | None = None,
 ) -> Conversion:
     """Write the pack a plan describes.
 
@@ -84,6 +86,7 @@ def convert(
         overwrite: Remove the pack or unfinished conversion that is there first.
         on_scale_mismatch: What to do where gate and up have second-level scales that are no power of two apart.
         progress: Told how it goes on.
+        supply: Brings the source's files as they are needed; by default they are all there.
 
     Raises:
         DataError: The source holds something a pack cannot hold exactly.
@@ -98,7 +101,7 @@ def convert(
         require_device(plan.quantization.device)
         require_same_headers(plan)
         found = survey(out, plan, fingerprint, resume=resume, overwrite=overwrite)
-        run = _Conversion(plan, out, fingerprint, on_scale_mismatch, progress or Silent())
+        run = _Conversion(plan, out, fingerprint, on_scale_mismatch, progress or Silent(), supply or Here())
         run.workers = resources(plan, out, workers, max_ram).workers
         if found.manifest is not None and found.complete and not (out / STATE).exists():
             return run.nothing_to_do(found.manifest, began)
@@ -151,10 +154,16 @@ class _Conversion:
     """One call of ``convert``."""
 
     def __init__(
-        self, plan: Plan, out: Path, fingerprint: dict[str, Any], on_mismatch: OnScaleMismatch, progress: Progress
+        self,
+        plan: Plan,
+        out: Path,
+        fingerprint: dict[str, Any],
+        on_mismatch: OnScaleMismatch,
+        progress: Progress,
+        supply: Supply,
     ) -> None:
         self.plan, self.out, self.fingerprint = plan, out, fingerprint
-        self.on_mismatch, self.progress = on_mismatch, progress
+        self.on_mismatch, self.progress, self.supply = on_mismatch, progress, supply
         self.workers = 1
 
     def nothing_to_do(self, manifest: Manifest, began: float) -> Conversion:
@@ -165,12 +174,13 @@ class _Conversion:
         """Check what is left to check, and write."""
         plan, out = self.plan, self.out
         with TensorReader() as reader:
-            jobs = layer_jobs(out, plan, found.done, reader, self.on_mismatch)
+            jobs = layer_jobs(out, plan, found.done, reader, self.on_mismatch, self.supply)
+            reader.close()  # what a supply brings is another file of the same name
             require_disk(found.space, out, kept=bool(found.done))
             self._begin(journal, found)
             base = [b for b in plan.base if b.path not in found.done]
             try:
-                read = fill(out, plan, journal, self.workers, base, jobs, reader, self.progress)
+                read = fill(out, plan, journal, self.workers, base, jobs, reader, self.progress, self.supply)
             except BaseException:
                 if journal.manifest is not None:
                     with contextlib.suppress(OSError):

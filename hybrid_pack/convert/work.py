@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -19,6 +18,7 @@ from hybrid_pack.convert.scales import OnScaleMismatch, check_pair, check_second
 from hybrid_pack.io.checkpoint import Layer
 from hybrid_pack.io.progress import Progress
 from hybrid_pack.io.reader import TensorReader
+from hybrid_pack.io.supply import Group, Supply
 from hybrid_pack.io.weights import second_scale
 from hybrid_pack.plan import BasePlan, Plan
 
@@ -55,10 +55,13 @@ def _second_scales(
 
 
 def layer_jobs(
-    out: Path, plan: Plan, done: Collection[str], reader: TensorReader, on_mismatch: OnScaleMismatch
+    out: Path, plan: Plan, done: Collection[str], reader: TensorReader, on_mismatch: OnScaleMismatch, supply: Supply
 ) -> list[LayerJob]:
     """The layers with files that are not done, their second-level scales checked."""
     jobs = []
+    todo = sorted({s.layer for s in plan.shards if s.path not in done})
+    matrices = (m for i in todo for expert in plan.source.layers[i].experts.values() for m in expert.matrices)
+    supply.fetch(m.second for m in matrices if m.second is not None)
     for index in plan.layers:
         shards = [s for s in plan.shards if s.layer == index and s.path not in done]
         if shards:
@@ -67,6 +70,11 @@ def layer_jobs(
             seconds = _second_scales(layer, wanted, reader, on_mismatch)
             jobs.append(LayerJob(out, plan, layer, shards, seconds, on_mismatch))
     return jobs
+
+
+def _files(job: LayerJob) -> frozenset[Path]:
+    """Files of the source that hold a layer's experts."""
+    return frozenset(at.path for e in job.experts for at in job.layer.experts[e].tensors)
 
 
 def _layer_bytes(plan: Plan, index: int, experts: list[int]) -> int:
@@ -134,6 +142,7 @@ def fill(
     jobs: list[LayerJob],
     reader: TensorReader,
     progress: Progress,
+    supply: Supply,
 ) -> int:
     """Write shards and base files.
 
@@ -163,12 +172,10 @@ def fill(
 
         return task
 
-    tasks = itertools.chain(
-        (base_task(i) for i in range(len(base))),
-        (expert_task(job, at) for job in jobs for at in range(len(job.experts))),
-    )
+    groups = [Group(frozenset(t.path for t in base[i].tensors), [base_task(i)]) for i in range(len(base))]
+    groups += [Group(_files(job), [expert_task(job, at) for at in range(len(job.experts))]) for job in jobs]
     try:
-        return run.all(tasks)
+        return run.all(supply.schedule(groups, run.stopped))
     finally:
         for job in jobs:
             job.discard()

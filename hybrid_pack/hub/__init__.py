@@ -2,6 +2,7 @@
 
 ========== ==================================================================
 fetch      a checkpoint to convert: whole, or its headers alone
+stream     a checkpoint while it is converted: shards come when needed and go after use
 push       a pack to a repository
 pull       some ranks of a pack from a repository, checked on arrival
 listing    what a repository holds, without its payload
@@ -13,16 +14,19 @@ errors     what the Hub's errors mean, and which may pass
 
 from __future__ import annotations
 
-from hybrid_pack.hub.fetch import fetch_checkpoint, fetch_headers
+from hybrid_pack.hub.fetch import cached_checkpoint, fetch_checkpoint, fetch_headers
 from hybrid_pack.hub.listing import Remote, fetch_manifest, list_files, open_remote
 from hybrid_pack.hub.pull import Pulled, pull
 from hybrid_pack.hub.push import Pushed, PushPlan, plan_push, push
+from hybrid_pack.hub.stream import HubSupply, stream_checkpoint
 
 __all__ = [
+    "HubSupply",
     "Pulled",
     "PushPlan",
     "Pushed",
     "Remote",
+    "cached_checkpoint",
     "fetch_checkpoint",
     "fetch_headers",
     "fetch_manifest",
@@ -31,4 +35,5 @@ __all__ = [
     "plan_push",
     "pull",
     "push",
-]  # fmt: skip
+    "stream_checkpoint",
+]

@@ -178,7 +178,7 @@ def _other(error: Exception, where: str, doing: str) -> HybridPackError:
     if status == 403:
         return EnvironmentFailure(
             "the Hub does not allow it", where=where, found=brief(error),
-            hint="log in with `hf auth login` and a token that may write there",
+            hint=f"log in with `hf auth login`, as somebody who may {doing} there",
         )  # fmt: skip
     if status == 429:
         return EnvironmentFailure(

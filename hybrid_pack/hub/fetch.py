@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,52 @@ def _cached(repo_id: str, revision: str | None) -> Path | None:
     return Path(found) if _whole(Path(found)) else None
 
 
+def cached_checkpoint(repo_id: str, revision: str | None = None) -> Path | None:
+    """Its snapshot folder in the local cache, if it is whole there; the Hub is not asked."""
+    with errors(at(repo_id, revision), nor_folder=True):
+        return _cached(repo_id, revision)
+
+
+def hub_files() -> Any:
+    """Files of the Hub that can be read in parts."""
+    from huggingface_hub import HfFileSystem
+
+    return HfFileSystem()
+
+
+def write_stub(files: Any, repo_id: str, commit: str, name: str, nbytes: int, folder: Path) -> None:
+    """A shard's stand-in: a sparse file of its size with nothing but the header.
+
+    Args:
+        files: From ``hub_files``.
+        repo_id: ``org/name``.
+        commit: Its commit.
+        name: Of the shard, at the top of the repository.
+        nbytes: Its size.
+        folder: Gets the file, which is not there yet.
+    """
+    where = f"{repo_id}@{commit}/{name}"
+    header = files.cat_file(where, start=0, end=min(FIRST_READ_BYTES, nbytes))
+    end = 8 + int.from_bytes(header[:8], "little")
+    if len(header) < end <= min(nbytes, 8 + MAX_HEADER_BYTES):  # another is no header; its reader says so
+        header += files.cat_file(where, start=len(header), end=end)
+    with (folder / name).open("wb") as file:
+        file.write(header[: min(end, len(header))])
+        file.truncate(nbytes)
+
+
+def copy_small_files(repo_id: str, commit: str, folder: Path) -> None:
+    """Copies of a checkpoint's small files, as a conversion would find them in a snapshot folder."""
+    from huggingface_hub import snapshot_download
+
+    snapshot = Path(snapshot_download(repo_id, revision=commit, allow_patterns=list(SMALL_FILES)))
+    for path in snapshot.rglob("*"):
+        target = folder / path.relative_to(snapshot)
+        if path.is_file() and not path.name.endswith(".safetensors"):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+
+
 def fetch_headers(repo_id: str, revision: str | None, folder: Path) -> None:
     """Bring a checkpoint's small files, and of its shards only the headers.
 
@@ -89,7 +136,7 @@ def fetch_headers(repo_id: str, revision: str | None, folder: Path) -> None:
         UsageError: No such repository or revision.
         EnvironmentFailure: No network, no access, no room.
     """
-    from huggingface_hub import HfFileSystem, snapshot_download
+    from huggingface_hub import snapshot_download
 
     with errors(at(repo_id, revision), nor_folder=True):
         cached = _cached(repo_id, revision)
@@ -98,20 +145,9 @@ def fetch_headers(repo_id: str, revision: str | None, folder: Path) -> None:
             (folder / path.name).symlink_to(path.resolve())
         if cached is not None:
             return
-        files = HfFileSystem()
-        root = f"{repo_id}@{snapshot.name}"
-        listed: Any = files.ls(root, detail=True)  # its type is not the same in every version
+        files = hub_files()
+        listed: Any = files.ls(f"{repo_id}@{snapshot.name}", detail=True)  # its type is not the same in every version
         sizes: dict[str, int] = {entry["name"].rsplit("/", 1)[1]: entry["size"] for entry in listed}
-
-        def stub(name: str) -> None:
-            header = files.cat_file(f"{root}/{name}", start=0, end=min(FIRST_READ_BYTES, sizes[name]))
-            end = 8 + int.from_bytes(header[:8], "little")
-            if len(header) < end <= min(sizes[name], 8 + MAX_HEADER_BYTES):  # another is no header; its reader says so
-                header += files.cat_file(f"{root}/{name}", start=len(header), end=end)
-            with (folder / name).open("wb") as file:
-                file.write(header[: min(end, len(header))])
-                file.truncate(sizes[name])
-
         shards = [n for n in sizes if n.endswith(".safetensors") and not (folder / n).exists()]
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(stub, shards))
+            list(pool.map(lambda n: write_stub(files, repo_id, snapshot.name, n, sizes[n], folder), shards))

@@ -191,7 +191,7 @@ def push(
         )  # fmt: skip
     if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
         raise UsageError("a commit cannot be added to", where="--revision", expected="a branch", found=revision)
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not bars:
         disable_progress_bars()

@@ -6,7 +6,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,8 @@ from huggingface_hub.utils import _http
 
 from hybrid_pack.hub import errors
 from hybrid_pack.sharding import Topology
+from hybrid_pack.synthetic import Spec
+from tests.checkpoints import SMALL
 from tests.hub.server import Hub, serving
 from tests.verify.conftest import make_pack
 
@@ -85,6 +87,7 @@ def hub(client: Client, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", made.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
+        huggingface_hub.HfFileSystem.clear_instance_cache()  # it remembers an endpoint
         yield made
         huggingface_hub.close_session()
 
@@ -115,3 +118,8 @@ def remote(hub: Hub, good_pack: Path) -> Hub:
     """A Hub that has the good pack."""
     hub.add(REPO, {".gitattributes": b"*", **tree(good_pack)})
     return hub
+
+
+def many_layers() -> Spec:
+    """A checkpoint of nine packed layers in small shards."""
+    return replace(SMALL, moe_layers=tuple(range(1, 9)), dense_layers=(0,), shard_bytes=60_000)

@@ -87,13 +87,14 @@ class Fault:
 
     Attributes:
         method: Of the request.
-        path: Searched for in its path.
+        path: Searched for in its path and query.
         status: Answered instead, if any.
         headers: With it.
         cut: After so many bytes of the body, sent or received, the connection is dropped.
         corrupt: Changes the body that is sent.
         times: How often.
         after: Requests let through first.
+        whole: Only requests for whole files, not for ranges.
     """
 
     method: str
@@ -104,6 +105,7 @@ class Fault:
     corrupt: Callable[[bytes], bytes] | None = None
     times: int = 1
     after: int = 0
+    whole: bool = False
     met: int = 0
 
 
@@ -161,10 +163,12 @@ class Hub:
         self.faults.append(made)
         return made
 
-    def take_fault(self, method: str, path: str) -> Fault | None:
+    def take_fault(self, method: str, path: str, ranged: bool) -> Fault | None:
         with self.lock:
             for fault in self.faults:
                 if fault.method == method and re.search(fault.path, path) and fault.times > 0:
+                    if fault.whole and ranged:
+                        continue
                     if fault.after > 0:
                         fault.after -= 1
                         continue
@@ -219,7 +223,7 @@ class Handler(BaseHTTPRequestHandler):
             token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
             (hub.cdn_tokens if path.startswith("/cdn/") else hub.tokens).add(token)
         hub.hook(self.command, path)
-        self._fault = fault = hub.take_fault(self.command, path)
+        self._fault = fault = hub.take_fault(self.command, unquote(self.path), "Range" in self.headers)
         try:
             if fault is not None and fault.cut is not None and self.command in ("PUT", "POST"):
                 self.rfile.read(fault.cut)

@@ -1,0 +1,271 @@
+"""A checkpoint of the Hub while it is converted: each shard is fetched when it is needed and dropped after use.
+
+The folder has every shard as a stand-in, a sparse file of its true size with nothing but the header. A shard that is
+needed arrives beside it, is held against the SHA-256 the Hub has for it and against what was read of the stand-in, and
+takes its place; when nothing needs it any more it becomes a stand-in again. ``.whole/<name>`` says that a shard is
+whole, so that a killed conversion goes on with what it had.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from hybrid_pack.errors import DataError, EnvironmentFailure
+from hybrid_pack.hub.download import download, forget
+from hybrid_pack.hub.errors import Stopped, errors, retrying
+from hybrid_pack.hub.fetch import copy_small_files, hub_files, write_stub
+from hybrid_pack.hub.listing import Remote, list_files, open_remote
+from hybrid_pack.io.progress import Progress, Silent
+from hybrid_pack.io.remote import RemoteFile
+from hybrid_pack.io.safetensors import read_header
+from hybrid_pack.io.shards import Located
+from hybrid_pack.io.supply import A, Group, Task
+
+WHOLE = ".whole"
+ARRIVING = ".arriving"
+TOGETHER = 4
+"""Shards fetched at a time."""
+
+GAP_BYTES = 1 << 18
+"""Small tensors so near each other are asked for together."""
+
+
+def stream_checkpoint(
+    repo_id: str, revision: str | None, folder: Path, *, progress: Progress | None = None
+) -> HubSupply:
+    """Prepare a folder of stand-ins for a checkpoint's shards; its small files are copied.
+
+    Args:
+        repo_id: ``org/name``.
+        revision: Branch, tag or commit; by default the main branch.
+        folder: New, or that of an earlier run: shards that are whole and still the Hub's are used again.
+        progress: Told what is worth a line.
+
+    Raises:
+        UsageError: No such repository or revision.
+        DataError: A listing that cannot be.
+        EnvironmentFailure: No network, no access, no room.
+    """
+    remote = open_remote(repo_id, revision)
+    files = {p: f for p, f in list_files(remote).items() if p.endswith(".safetensors") and "/" not in p}
+    with errors(remote.name, nor_folder=True):
+        for name in (WHOLE, ARRIVING):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        retrying(lambda: copy_small_files(repo_id, remote.commit, folder))
+        supply = HubSupply(remote, folder, files, progress or Silent())
+        wanted = [name for name in files if not supply.is_whole(name)]
+        with ThreadPoolExecutor(2 * TOGETHER) as pool:
+            list(pool.map(supply.stub, wanted))
+    return supply
+
+
+class HubSupply:
+    """Brings shards and drops them; made by ``stream_checkpoint``."""
+
+    def __init__(self, remote: Remote, folder: Path, files: dict[str, RemoteFile], progress: Progress) -> None:
+        self.remote, self.folder, self.files, self.progress = remote, folder, files, progress
+        self._read: dict[str, list[tuple[int, int]]] = {}
+        """Ranges of each stand-in that are filled and were, or may have been, read."""
+        self._lock = threading.Lock()
+
+    def _marker(self, name: str) -> Path:
+        return self.folder / WHOLE / name
+
+    def is_whole(self, name: str) -> bool:
+        """Whether a shard is there to the last byte, as the Hub has it now."""
+        try:
+            mark = self._marker(name).read_text()
+            return mark == self._identity(name) and (self.folder / name).stat().st_size == self.files[name].nbytes
+        except OSError:
+            return False
+
+    def _identity(self, name: str) -> str:
+        file = self.files[name]
+        return file.sha256 or file.git_sha1 or ""
+
+    def _settle(self, name: str) -> None:
+        """Give a file a time that says which file it is: ``--resume`` then takes it for the one it was, or not."""
+        stamp = int(self._identity(name)[:14] or "0", 16)
+        os.utime(self.folder / name, ns=(stamp, stamp))
+
+    def stub(self, name: str) -> None:
+        """Write a shard's stand-in: the header, and nothing else that takes room."""
+        self._marker(name).unlink(missing_ok=True)
+        (self.folder / name).unlink(missing_ok=True)
+        write_stub(hub_files(), self.remote.repo_id, self.remote.commit, name, self.files[name].nbytes, self.folder)
+        self._settle(name)
+
+    def fetch(self, tensors: Iterable[Located]) -> None:
+        """Fill in small tensors; those of one file that lie near each other by one request."""
+        wanted: dict[str, list[tuple[int, int]]] = {}
+        for at in tensors:
+            wanted.setdefault(at.path.name, []).append((at.header.begin, at.header.end))
+        with errors(self.remote.name), ThreadPoolExecutor(2 * TOGETHER) as pool:
+            work = [(name, r) for name, found in wanted.items() if not self.is_whole(name) for r in _merged(found)]
+            list(pool.map(lambda item: self._fill(*item), work))
+
+    def _fill(self, name: str, span: tuple[int, int]) -> None:
+        begin, end = span
+        data = retrying(
+            lambda: hub_files().cat_file(f"{self.remote.repo_id}@{self.remote.commit}/{name}", start=begin, end=end),
+            tell=self.progress.note,
+        )
+        if len(data) != end - begin:
+            raise DataError(
+                "the Hub sends another number of bytes than were asked for", where=f"{self.remote.name}: {name}",
+                expected=end - begin, found=len(data),
+            )  # fmt: skip
+        with self._lock, (self.folder / name).open("r+b") as file:
+            file.seek(begin)
+            file.write(data)
+            self._read.setdefault(name, []).append(span)
+        self._settle(name)
+
+    def _bring(self, name: str, stop: threading.Event) -> None:
+        """Put a whole shard in the place of its stand-in.
+
+        Raises:
+            DataError: It arrived wrong twice, or is not what was read of it before.
+        """
+        staging, file = self.folder / ARRIVING, self.files[name]
+        for again in (False, True):
+            found = download(
+                self.remote.repo_id, self.remote.commit, name, file.nbytes, staging, again=again, stop=stop,
+                tell=self.progress.note,
+            )  # fmt: skip
+            kind, expected, digest = file.digest_of(found)
+            if digest == expected and found.stat().st_size == file.nbytes:
+                break
+            forget(staging, name)
+            if again:
+                raise DataError(
+                    "arrived wrong twice", where=f"{self.remote.name}: {name}", expected=f"{kind} {expected}",
+                    found=digest,
+                )  # fmt: skip
+            self.progress.note(f"{name} arrived wrong and is fetched once more")
+        self._require_same(name, found)
+        found.replace(self.folder / name)
+        forget(staging, name)
+        self._settle(name)
+        self._marker(name).write_text(self._identity(name))
+
+    def _require_same(self, name: str, arrived: Path) -> None:
+        """The header a plan was made from, and the small tensors that were read, are those of the whole file."""
+        header = read_header(self.folder / name)
+        with (self.folder / name).open("rb") as one, arrived.open("rb") as other:
+            for begin, end in ((0, header.data_begin), *self._read.get(name, [])):
+                one.seek(begin), other.seek(begin)
+                if one.read(end - begin) != other.read(end - begin):
+                    raise DataError(
+                        "what was read of it before was wrong", where=f"{self.remote.name}: {name}",
+                        found=f"other bytes at {begin}..{end}", hint="run again",
+                    )  # fmt: skip
+
+    def _drop(self, name: str) -> None:
+        """Make a shard a stand-in again."""
+        begin = read_header(self.folder / name).data_begin
+        self._marker(name).unlink(missing_ok=True)
+        with (self.folder / name).open("r+b") as file:
+            file.truncate(begin)
+            file.truncate(self.files[name].nbytes)
+        self._settle(name)
+
+    def _in_order(self, groups: Sequence[Group[A]]) -> list[Group[A]]:
+        """By the last file each needs: then every file is needed for a short while only."""
+        order = {self.folder / name: i for i, name in enumerate(sorted(self.files))}
+        return sorted(groups, key=lambda group: max((order[path] for path in group.files), default=-1))
+
+    def most_bytes(self, groups: Sequence[Group[A]]) -> int:
+        """Room that shards take at most, while one group is worked on, the one before ends and the next arrives."""
+        return _most(self._in_order(groups), lambda path: self.files[path.name].nbytes)
+
+    def schedule(self, groups: Sequence[Group[A]], stopped: threading.Event) -> Iterator[Task[A]]:
+        """Tasks in the order their files arrive; the next group's are fetched meanwhile."""
+        ordered = self._in_order(groups)
+        there = sum(self.files[name].nbytes for name in self.files if self.is_whole(name))
+        needed, free = self.most_bytes(groups) - there, shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise EnvironmentFailure(
+                "not enough disk space for the shards that are in use at one time", where=self.folder,
+                expected=f"{needed:,} bytes", found=f"{free:,} free",
+            )  # fmt: skip
+        return self._tasks(ordered, stopped)
+
+    def _tasks(self, groups: list[Group[A]], stopped: threading.Event) -> Iterator[Task[A]]:
+        uses = Counter(path for group in groups for path in group.files)
+        arriving: dict[Path, Future[None]] = {}
+        for path in [self.folder / name for name in self.files]:
+            if not uses[path] and self.is_whole(path.name):  # its layers were finished before the run was killed
+                self._drop(path.name)
+        with ThreadPoolExecutor(TOGETHER, "hybrid-pack-fetch") as pool:
+
+            def order(group: Group[A]) -> None:
+                for path in sorted(group.files):
+                    if path not in arriving and not self.is_whole(path.name):
+                        arriving[path] = pool.submit(self._bring, path.name, stopped)
+
+            for i, group in enumerate(groups):
+                order(group)
+                if i + 1 < len(groups):
+                    order(groups[i + 1])
+                try:
+                    for path in group.files:
+                        if path in arriving:
+                            arriving[path].result()
+                except Stopped:
+                    return
+                except BaseException:
+                    stopped.set()
+                    raise
+                left = [len(group.tasks)]
+                for task in group.tasks:
+                    if stopped.is_set():
+                        return
+                    yield partial(self._work, task, group, left, uses)
+
+    def _work(self, task: Task[A], group: Group[A], left: list[int], uses: Counter[Path], given: A) -> int:
+        """One task; the last of a group drops the files nobody needs any more."""
+        nbytes = task(given)
+        with self._lock:
+            left[0] -= 1
+            gone = []
+            if not left[0]:
+                uses.subtract(group.files)
+                gone = [path.name for path in group.files if not uses[path]]
+        for name in gone:
+            self._drop(name)
+        return nbytes
+
+    def close(self) -> None:
+        """Remove the folder: the conversion is done."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def holds_work(self) -> bool:
+        """Whether a later run has whole shards to go on with."""
+        return any(self.is_whole(name) for name in self.files)
+
+
+def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans joined where little lies between them."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if joined and begin - joined[-1][1] <= GAP_BYTES:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _most(groups: Sequence[Group[A]], size: Callable[[Path], int]) -> int:
+    first = {path: i for i, group in reversed(list(enumerate(groups))) for path in group.files}
+    last = {path: i for i, group in enumerate(groups) for path in group.files}
+    # Fetched as soon as the group before its first begins; dropped when the one after its last has begun.
+    return max((sum(size(p) for p in first if first[p] - 1 <= i <= last[p] + 1) for i in range(len(groups))), default=0)

@@ -1,0 +1,224 @@
+"""``convert org/name --no-keep``: shards come when they are needed and go after use; the pack is the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_pack.cli.main import run
+from hybrid_pack.errors import DataError
+from hybrid_pack.hub import stream
+from hybrid_pack.hub.stream import HubSupply, stream_checkpoint
+from tests.hub.conftest import REPO, Client, tree
+from tests.hub.server import Hub
+
+SHARD = r"model-0000\d-of"
+
+
+@pytest.fixture
+def checkpoint_there(hub: Hub, small_checkpoint: Path) -> Hub:
+    hub.add(REPO, tree(small_checkpoint))
+    return hub
+
+
+@pytest.fixture(scope="module")
+def whole(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The pack of the same checkpoint in a folder that has the Hub's name."""
+    root = tmp_path_factory.mktemp("models--org--name") / "models--org--name" / "snapshots" / ("0" * 40)
+    root.parent.mkdir(parents=True)
+    root.symlink_to(small_checkpoint)
+    out = tmp_path_factory.mktemp("whole") / "out"
+    assert run(["convert", str(root), "--out", str(out), "--tp", "2"]) == 0
+    return tree(out)
+
+
+def convert(out: Path, *more: str) -> int:
+    return run(["convert", REPO, "--out", str(out), "--tp", "2", "--workers", "2", "--no-keep", *more])
+
+
+class Watch:
+    """Counts what of the source is on the disk at a time."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.most = self.limit = 0
+        self.brought: list[str] = []
+        bring, schedule = HubSupply._bring, HubSupply.schedule
+
+        def counted_bring(supply: HubSupply, name: str, stop: Any) -> None:
+            bring(supply, name, stop)
+            self.brought.append(name)
+            there = sum(supply.files[n].nbytes for n in supply.files if supply.is_whole(n))
+            self.most = max(self.most, there)
+
+        def counted_schedule(supply: HubSupply, groups: Any, stopped: Any) -> Any:
+            self.limit = supply.most_bytes(groups)
+            return schedule(supply, groups, stopped)
+
+        patch.setattr(HubSupply, "_bring", counted_bring)
+        patch.setattr(HubSupply, "schedule", counted_schedule)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    return Watch(monkeypatch)
+
+
+def shard_names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.glob("*.safetensors"))
+
+
+def test_the_pack_is_the_same_and_no_shard_stays(
+    checkpoint_there: Hub, small_checkpoint: Path, whole: dict[str, bytes], tmp_path: Path, watch: Watch, client: Client
+) -> None:
+    out = tmp_path / "out"
+    assert convert(out) == 0
+    made = tree(out)
+    assert made.keys() == whole.keys()
+    assert [name for name in made if made[name] != whole[name]] == []
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert sorted(watch.brought) == shard_names(small_checkpoint)
+    assert 0 < watch.most <= watch.limit
+    assert client.hosts <= {"127.0.0.1", "::1"}
+
+
+def test_less_than_the_whole_source_is_there_at_a_time(
+    hub: Hub, tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many layers and base files, as a real checkpoint has."""
+    from hybrid_pack import plan
+    from hybrid_pack.synthetic import write_checkpoint
+    from tests.hub.conftest import many_layers
+
+    source = tmp_path / "source"
+    write_checkpoint(source, many_layers())
+    hub.add(REPO, tree(source))
+    monkeypatch.setattr(plan, "BASE_FILE_BYTES", 120_000)
+    out = tmp_path / "out"
+    assert convert(out) == 0
+    total = sum((source / name).stat().st_size for name in shard_names(source))
+    assert watch.most <= watch.limit < 0.75 * total
+    assert sorted(watch.brought) == shard_names(source)
+    assert run(["verify", str(out), "--source", str(source)]) == 0
+
+
+def test_a_run_that_failed_goes_on_without_fetching_twice(
+    checkpoint_there: Hub, small_checkpoint: Path, whole: dict[str, bytes], tmp_path: Path, watch: Watch
+) -> None:
+    """The last shard cannot be had: layers that were finished stay finished, whole shards that are needed stay."""
+    out, names = tmp_path / "out", shard_names(small_checkpoint)
+    fault = checkpoint_there.fault("GET", f"cdn.*{names[-1]}", status=403, whole=True, times=99)
+    assert convert(out) == 3
+    assert fault.met
+    assert (tmp_path / ".out.source").is_dir()
+    first = set(watch.brought)
+    assert 0 < len(first) < len(names)
+    fault.times = 0
+    assert convert(out, "--resume") == 0
+    assert tree(out) == whole
+    assert sorted(watch.brought) == names
+    assert not (tmp_path / ".out.source").exists()
+
+
+def test_a_finished_pack_fetches_no_shard(checkpoint_there: Hub, tmp_path: Path, watch: Watch) -> None:
+    out = tmp_path / "out"
+    assert convert(out) == 0
+    count = len(watch.brought)
+    assert convert(out, "--resume") == 0
+    assert len(watch.brought) == count
+    assert not (tmp_path / ".out.source").exists()
+
+
+def flip_last(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+def test_wrong_bytes_are_fetched_once_more(
+    checkpoint_there: Hub, small_checkpoint: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    name = shard_names(small_checkpoint)[1]
+    fault = checkpoint_there.fault("GET", f"cdn.*{name}", corrupt=flip_last, whole=True)
+    assert convert(tmp_path / "out") == 0
+    assert fault.met == 1
+    assert tree(tmp_path / "out") == whole
+
+
+def test_wrong_bytes_twice_stop_it_naming_the_file(
+    checkpoint_there: Hub, small_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = shard_names(small_checkpoint)[1]
+    checkpoint_there.fault("GET", f"cdn.*{name}", corrupt=flip_last, whole=True, times=2)
+    assert convert(tmp_path / "out") == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(rf"{name}: arrived wrong twice \(expected sha256 \w+, found \w+\)", line), line
+    assert not (tmp_path / "out" / "hybrid_pack.json").exists()
+
+
+def test_a_wrong_header_or_scale_is_seen_when_the_shard_arrives(
+    checkpoint_there: Hub, small_checkpoint: Path, tmp_path: Path
+) -> None:
+    """What was read of a stand-in, by ranges without a hash, is held against the whole file."""
+    folder = tmp_path / "folder"
+    supply = stream_checkpoint(REPO, None, folder)
+    name = shard_names(small_checkpoint)[0]
+    from threading import Event
+
+    from hybrid_pack.io.safetensors import read_header
+    from hybrid_pack.io.shards import Located
+
+    header = read_header(folder / name)
+    tensor = next(iter(header.tensors.values()))
+    supply.fetch([Located(folder / name, tensor)])
+    stored = (small_checkpoint / name).read_bytes()
+    assert (folder / name).read_bytes()[tensor.begin : tensor.end] == stored[tensor.begin : tensor.end]
+    with (folder / name).open("r+b") as file:
+        file.seek(tensor.begin)
+        file.write(bytes([stored[tensor.begin] ^ 1]))
+    with pytest.raises(DataError, match=rf"{name}: what was read of it before was wrong"):
+        supply._bring(name, Event())
+    assert not supply.is_whole(name)
+
+
+def test_another_revision_is_another_source(
+    checkpoint_there: Hub, small_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same headers with other payload are told apart before anything is mixed."""
+    out, names = tmp_path / "out", shard_names(small_checkpoint)
+    checkpoint_there.fault("GET", f"cdn.*{names[-1]}", status=403, whole=True)
+    assert convert(out) == 3
+    changed = flip_last((small_checkpoint / names[0]).read_bytes())
+    checkpoint_there.add(REPO, {names[0]: changed}, whole=False)
+    capsys.readouterr()
+    assert convert(out, "--resume") == 2
+    assert "source" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_too_little_room_for_the_shards_in_use(
+    checkpoint_there: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Usage:
+        free = 10_000
+
+    monkeypatch.setattr(stream.shutil, "disk_usage", lambda path: Usage() if ".source" in str(path) else Room())
+    assert convert(tmp_path / "out") == 3
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"not enough disk space for the shards that are in use at one time .*found 10,000 free", line)
+
+
+class Room:
+    free = 10**12
+
+
+def test_a_folder_is_never_streamed(small_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["convert", str(small_checkpoint), "--out", str(tmp_path / "out"), "--no-keep"]
+    assert run(arguments) == 2
+    assert "--no-keep is for a checkpoint on the Hub" in capsys.readouterr().err
+
+
+def test_small_tensors_that_are_near_each_other_come_together() -> None:
+    gap = stream.GAP_BYTES
+    assert stream._merged([(9, 12), (0, 4), (4, 8), (12 + gap, 20 + gap), (21 + 2 * gap, 30 + 2 * gap)]) == [
+        (0, 20 + gap), (21 + 2 * gap, 30 + 2 * gap)
+    ]  # fmt: skip
