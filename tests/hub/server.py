@@ -95,6 +95,7 @@ class Fault:
         times: How often.
         after: Requests let through first.
         whole: Only requests for whole files, not for ranges.
+        lost: The request is carried out, and the connection dropped instead of the answer.
     """
 
     method: str
@@ -106,6 +107,7 @@ class Fault:
     times: int = 1
     after: int = 0
     whole: bool = False
+    lost: bool = False
     met: int = 0
 
 
@@ -150,6 +152,8 @@ class Hub:
         """Bytes of each path of a repository that went out."""
         self.received_bytes = 0
         """Of large files."""
+        self.ignored: set[str] = set()
+        """Paths the repository's .gitignore names."""
         self.cas: str | None = None
         """``local://`` folder that hf_xet stores in; None: a Hub without Xet."""
         self.hook: Callable[[str, str], None] = lambda method, path: None
@@ -226,7 +230,7 @@ class Handler(BaseHTTPRequestHandler):
         self._fault = fault = hub.take_fault(self.command, unquote(self.path), "Range" in self.headers)
         try:
             if fault is not None and fault.cut is not None and self.command in ("PUT", "POST"):
-                self.rfile.read(fault.cut)
+                self.rfile.read(min(fault.cut, int(self.headers.get("Content-Length") or 0)))
                 raise ConnectionAbortedError
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             if self.headers.get("Transfer-Encoding") == "chunked":
@@ -247,8 +251,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         fault = self._fault
-        if fault is not None and fault.corrupt is not None and self.command == "GET":
+        if fault is not None and fault.lost:
+            raise ConnectionAbortedError
+        if fault is not None and fault.corrupt is not None:
             body = fault.corrupt(body)
+            headers = {key: value for key, value in (headers or {}).items() if key != "Content-Length"}
         self.send_response(status)
         given = headers or {}
         for name, value in given.items():
@@ -388,7 +395,7 @@ class Handler(BaseHTTPRequestHandler):
                 {
                     "path": file["path"],
                     "uploadMode": "lfs" if file["path"].endswith(LFS_SUFFIXES) else "regular",
-                    "shouldIgnore": False,
+                    "shouldIgnore": file["path"] in self.hub.ignored,
                     "oid": files[file["path"]].etag if file["path"] in files else None,
                 }
                 for file in asked["files"]
@@ -501,7 +508,8 @@ class Handler(BaseHTTPRequestHandler):
             headers["Content-Length"] = str(len(data))
         else:
             with self.hub.lock:
-                self.hub.sent[path] = self.hub.sent.get(path, 0) + len(data)
+                cut = len(data) if self._fault is None or self._fault.cut is None else self._fault.cut
+                self.hub.sent[path] = self.hub.sent.get(path, 0) + min(cut, len(data))
         self._send(status, data, headers)
 
 

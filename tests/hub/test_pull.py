@@ -1,0 +1,506 @@
+"""``hybrid-pack pull`` against a Hub on loopback: exactly a rank's files, whatever goes wrong on the way."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from hybrid_pack import open_pack
+from hybrid_pack.cli.main import run
+from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
+from hybrid_pack.hub import pull
+from hybrid_pack.hub.pull import STAGING
+from hybrid_pack.io.manifest import MANIFEST, read_manifest
+from hybrid_pack.verify import verify_pack
+from tests.hub.conftest import REPO, SECRET, Client, tree
+from tests.hub.server import Entry, Hub
+
+RANK = 2
+
+
+def of_rank(pack: Path, *ranks: int, base: bool = True) -> dict[str, bytes]:
+    """What a pull must bring."""
+    manifest = read_manifest(pack)
+    wanted = {MANIFEST, *(f.path for f in manifest.files)} | {s.path for s in manifest.shards if s.rank in ranks}
+    wanted |= {f.path for f in manifest.base.files} if base else set()
+    return {path: data for path, data in tree(pack).items() if path in wanted}
+
+
+def a_shard(pack: Path, rank: int = RANK) -> str:
+    return next(s.path for s in read_manifest(pack).shards if s.rank == rank)
+
+
+def test_exactly_the_files_of_a_rank(remote: Hub, good_pack: Path, tmp_path: Path, client: Client) -> None:
+    out = tmp_path / "out"
+    done = pull(REPO, out, ranks=[RANK])
+    expected = of_rank(good_pack, RANK)
+    assert tree(out) == expected
+    assert (done.files_fetched, done.files_kept) == (len(expected) - 1, 0)
+    assert done.bytes_fetched == sum(len(data) for path, data in expected.items() if path != MANIFEST)
+    assert set(remote.sent) == set(expected), "nothing else was asked for"
+    assert verify_pack(out, rank=RANK).ok
+    loaded = open_pack(out).load_rank(RANK, check="digest")
+    assert list(loaded) == [3, 4, 5]
+    assert client.hosts == {"127.0.0.1"} or client.hosts == {"127.0.0.1", "::1"}
+    assert remote.tokens == {SECRET}
+    assert remote.cdn_tokens == {None}, "the token goes to the Hub, not to where its large files are"
+
+
+def test_another_rank_adds_to_it(remote: Hub, good_pack: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    pull(REPO, out, ranks=[RANK])
+    remote.sent.clear()
+    done = pull(REPO, out, ranks=[0])
+    assert tree(out) == of_rank(good_pack, 0, RANK)
+    assert set(remote.sent) == {MANIFEST, *(s.path for s in read_manifest(good_pack).shards if s.rank == 0)}
+    assert done.files_kept == len(of_rank(good_pack)) - 1
+    assert verify_pack(out, rank=RANK).ok and verify_pack(out, rank=0).ok
+
+
+def test_experts_alone(remote: Hub, good_pack: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    pull(REPO, out, ranks=[RANK], experts_only=True)
+    assert tree(out) == of_rank(good_pack, RANK, base=False)
+    assert not verify_pack(out, rank=RANK).ok
+    assert verify_pack(out, rank=RANK, experts_only=True).ok
+    pull(REPO, out, ranks=[RANK])
+    assert tree(out) == of_rank(good_pack, RANK)
+
+
+def test_all_ranks_are_the_pack(remote: Hub, good_pack: Path, tmp_path: Path) -> None:
+    pull(REPO, tmp_path / "out")
+    assert tree(tmp_path / "out") == of_rank(good_pack, 0, 1, 2, 3)
+    assert verify_pack(tmp_path / "out").ok
+
+
+def test_nothing_is_left_to_do(remote: Hub, good_pack: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    pull(REPO, out, ranks=[RANK])
+    stamps = {path: (out / path).stat().st_mtime_ns for path in tree(out)}
+    remote.sent.clear()
+    done = pull(REPO, out, ranks=[RANK])
+    assert (done.files_fetched, done.replaced) == (0, ())
+    assert set(remote.sent) == {MANIFEST}
+    assert {path: (out / path).stat().st_mtime_ns for path in tree(out)} == stamps
+
+
+def test_a_revision(remote: Hub, good_pack: Path, tmp_path: Path) -> None:
+    first = remote.repos[REPO].branches["main"]
+    remote.add(REPO, {"README.md": b"no pack any more"})
+    with pytest.raises(DataError, match=r"org/name: hybrid_pack\.json: the repository is not a pack"):
+        pull(REPO, tmp_path / "out")
+    pull(REPO, tmp_path / "out", revision=first, ranks=[RANK])
+    assert tree(tmp_path / "out") == of_rank(good_pack, RANK)
+
+
+def test_a_push_during_a_pull_changes_nothing(remote: Hub, good_pack: Path, tmp_path: Path) -> None:
+    """Everything comes from one commit, that the branch was at."""
+
+    def push(method: str, path: str) -> None:
+        if path.endswith("config.json") and method == "GET":
+            remote.hook = lambda method, path: None
+            remote.add(REPO, dict.fromkeys(tree(good_pack), b"other"))
+
+    remote.hook = push
+    pull(REPO, tmp_path / "out", ranks=[RANK], workers=1)
+    assert tree(tmp_path / "out") == of_rank(good_pack, RANK)
+    assert remote.files(REPO)["config.json"] == b"other"
+
+
+def flip(data: bytes) -> bytes:
+    return data[:-5] + bytes([data[-5] ^ 4]) + data[-4:]
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "429": {"status": 429, "headers": {"Retry-After": "7"}},
+    "500": {"status": 500},
+    "503": {"status": 503, "times": 3},
+    "504 often": {"status": 504, "times": 5},
+    "cut at once": {"cut": 0},
+    "cut in the middle": {"cut": 1000, "times": 3},
+}
+PLACES = {
+    "commit": ("GET", f"/api/models/{REPO}"),
+    "sizes": ("POST", "paths-info"),
+    "manifest": ("GET", "resolve/.*/hybrid_pack.json"),
+    "small file": ("GET", "resolve/.*/tokenizer.json"),
+    "where a shard is": ("HEAD", "resolve/.*/rank-2/layer-004"),
+    "shard": ("GET", "cdn/.*/rank-2/layer-004"),
+    "base file": ("GET", "cdn/.*model-00001"),
+}
+
+LARGE = ("manifest", "shard", "base file")
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [(kind, place) for kind in FAULTS for place in PLACES if kind != "cut in the middle" or place in LARGE],
+)
+def test_what_may_pass_is_tried_again(
+    kind: str, place: str, remote: Hub, good_pack: Path, tmp_path: Path, client: Client
+) -> None:
+    method, path = PLACES[place]
+    fault = remote.fault(method, path, **FAULTS[kind])
+    times = fault.times
+    pull(REPO, tmp_path / "out", ranks=[RANK])
+    assert tree(tmp_path / "out") == of_rank(good_pack, RANK)
+    assert fault.met == times
+    assert client.waits or place == "where a shard is", "it waited before it asked again"
+    if kind == "429" and client.waits:
+        assert max(client.waits) >= 7, "as long as the Hub asked for"
+
+
+def test_a_cut_download_goes_on_where_it_was(
+    remote: Hub, good_pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)  # what arrived of a chunk is lost
+    size = len(tree(good_pack)["model-00001-of-00001.safetensors"])
+    remote.fault("GET", "cdn/.*model-00001", cut=size // 2)
+    pull(REPO, tmp_path / "out", ranks=[RANK])
+    assert tree(tmp_path / "out") == of_rank(good_pack, RANK)
+    assert size <= remote.sent["model-00001-of-00001.safetensors"] <= size + 10_000
+
+
+WRONG: dict[str, Callable[[bytes], bytes]] = {
+    "flipped bit": flip,
+    "zeros": lambda data: bytes(len(data)),
+    "of another file": lambda data: data[1:] + data[:1],
+}
+
+
+@pytest.mark.parametrize("path", ["cdn/.*/rank-2/layer-003", "cdn/.*model-00001", "resolve/.*/tokenizer.json"])
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_bytes_once(
+    kind: str, path: str, remote: Hub, good_pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault = remote.fault("GET", path, corrupt=WRONG[kind])
+    assert run(["pull", REPO, "--rank", "2", "--out", str(tmp_path / "out")]) == 0
+    assert fault.met == 1
+    assert tree(tmp_path / "out") == of_rank(good_pack, RANK)
+    assert "arrived wrong" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_bytes_twice(
+    kind: str, remote: Hub, good_pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, name = tmp_path / "out", a_shard(good_pack)
+    fault = remote.fault("GET", f"cdn/.*{name}", corrupt=WRONG[kind], times=2)
+    assert run(["pull", REPO, "--rank", "2", "--out", str(out)]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(rf"org/name: {name}: arrived wrong twice: ", line), line
+    found = tree(out)
+    assert name not in found and MANIFEST not in found
+    assert not any(name.endswith(".safetensors") for name in found if name.startswith(STAGING))
+    expected = of_rank(good_pack, RANK)
+    assert all(found[path] == expected[path] for path in found if not path.startswith(STAGING))
+    assert fault.times == 0
+    assert run(["pull", REPO, "--rank", "2", "--out", str(out)]) == 0
+    assert tree(out) == expected
+
+
+def test_a_damaged_pack_on_the_hub(hub: Hub, good_pack: Path, tmp_path: Path) -> None:
+    name = a_shard(good_pack)
+    files = tree(good_pack)
+    hub.add(REPO, {**files, name: flip(files[name])})
+    with pytest.raises(DataError, match=rf"{name}: arrived wrong twice: tail\.\w+ has digest .*verify --remote"):
+        pull(REPO, tmp_path / "out", ranks=[RANK])
+    assert not (tmp_path / "out" / MANIFEST).exists()
+    pull(REPO, tmp_path / "other", ranks=[0])
+    assert verify_pack(tmp_path / "other", rank=0).ok
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [(lambda data: data + b"x", r"\d+ bytes"), (lambda data: data[:-1], r"\d+ bytes"), (None, "no such file")],
+)
+def test_sizes_are_seen_before_anything_is_fetched(
+    change: Callable[[bytes], bytes] | None, found: str, hub: Hub, good_pack: Path, tmp_path: Path
+) -> None:
+    name, files = a_shard(good_pack), tree(good_pack)
+    data = files.pop(name)
+    hub.add(REPO, files if change is None else {**files, name: change(data)})
+    with pytest.raises(DataError, match=rf"{name}: the repository does not have a file as .*found {found}\)"):
+        pull(REPO, tmp_path / "out", ranks=[RANK])
+    assert set(hub.sent) == {MANIFEST}
+    assert not (tmp_path / "out").exists()
+    pull(REPO, tmp_path / "out", ranks=[0])
+
+
+@pytest.mark.parametrize("extra", [1, 100_000])
+def test_more_bytes_than_were_announced(extra: int, hub: Hub, good_pack: Path, tmp_path: Path) -> None:
+    """A server that does not stop sending fills no disk."""
+    name, files = a_shard(good_pack), tree(good_pack)
+    long = Entry(files[name] + bytes(extra), True, listed_bytes=len(files[name]))
+    hub.add(REPO, {**files, name: long})
+    with pytest.raises(DataError, match=rf"{name}: arrived wrong twice: more than its \d+ bytes came"):
+        pull(REPO, tmp_path / "out", ranks=[RANK])
+    assert name not in tree(tmp_path / "out")
+
+
+def test_fewer_bytes_than_were_announced(hub: Hub, good_pack: Path, tmp_path: Path) -> None:
+    name, files = a_shard(good_pack), tree(good_pack)
+    short = Entry(files[name][:-10], True, listed_bytes=len(files[name]))
+    hub.add(REPO, {**files, name: short})
+    with pytest.raises(EnvironmentFailure, match=rf"{name}: cannot fetch \(found Consistency check failed"):
+        pull(REPO, tmp_path / "out", ranks=[RANK])
+    assert name not in tree(tmp_path / "out")
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("status", [403, 503])
+def test_finished_files_are_kept(
+    status: int, workers: int, remote: Hub, good_pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It fails for good, and goes on when the Hub is well again."""
+    out, expected = tmp_path / "out", of_rank(good_pack, RANK)
+    fault = remote.fault("GET", f"cdn.*{a_shard(good_pack)}", status=status, times=99)
+    arguments = ["pull", REPO, "--rank", "2", "--out", str(out), "--workers", str(workers)]
+    assert run(arguments) == 3
+    assert "hybrid-pack: org/name@" in capsys.readouterr().err.splitlines()[-1]
+    kept = {path: data for path, data in tree(out).items() if not path.startswith(STAGING)}
+    assert kept and MANIFEST not in kept
+    assert all(expected[path] == data for path, data in kept.items())
+    with pytest.raises(DataError, match="not a pack"):
+        open_pack(out)
+    fault.times = 0
+    remote.sent.clear()
+    assert run(arguments) == 0
+    assert tree(out) == expected
+    assert not set(remote.sent) & set(kept), "nothing is fetched twice"
+
+
+def test_what_is_there_is_not_taken_on_trust(remote: Hub, good_pack: Path, tmp_path: Path) -> None:
+    """A file with the right name and size and wrong bytes is replaced."""
+    out, name = tmp_path / "out", a_shard(good_pack)
+    pull(REPO, out, ranks=[RANK])
+    (out / name).write_bytes(flip((out / name).read_bytes()))
+    done = pull(REPO, out, ranks=[RANK])
+    assert done.replaced == (name,)
+    assert tree(out) == of_rank(good_pack, RANK)
+
+
+CHILD = """
+import sys
+from hybrid_pack.cli.main import run
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+def child(hub: Hub, home: Path, *arguments: object, **more: str) -> subprocess.Popen[str]:
+    """The command line in a process of its own."""
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN": SECRET, **more,
+    }  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, *map(str, arguments)],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_killed_and_taken_up_again(number: int, remote: Hub, good_pack: Path, tmp_path: Path) -> None:
+    """SIGKILL when the n-th large file is half way."""
+    out, expected = tmp_path / "out", of_rank(good_pack, RANK)
+    seen, half_way, killed = [0], threading.Event(), threading.Event()
+    fault = remote.fault("GET", "cdn/", cut=10_000, after=number - 1)
+
+    def hold(method: str, path: str) -> None:
+        if method == "GET" and path.startswith("/cdn/"):
+            seen[0] += 1
+            if seen[0] == number + 1:  # the cut one is asked for again: part of it has been written
+                half_way.set()
+                killed.wait(60)
+
+    remote.hook = hold
+    process = child(remote, tmp_path / "home", "pull", REPO, "--rank", RANK, "--out", out, "--workers", 1)
+    assert half_way.wait(60), process.communicate()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    killed.set()
+    assert fault.met == 1
+    left = {path: data for path, data in tree(out).items() if not path.startswith(STAGING)}
+    assert all(expected[path] == data for path, data in left.items()) and MANIFEST not in left
+    assert any(path.name.endswith(".incomplete") for path in (out / STAGING).rglob("*"))
+    remote.hook = lambda method, path: None
+    remote.sent.clear()
+    pull(REPO, out, ranks=[RANK])
+    assert tree(out) == expected
+    assert not set(remote.sent) & set(left)
+    assert not (out / STAGING).exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted(number: signal.Signals, code: int, remote: Hub, good_pack: Path, tmp_path: Path) -> None:
+    out, held, go = tmp_path / "out", threading.Event(), threading.Event()
+
+    def hold(method: str, path: str) -> None:
+        if method == "GET" and path.startswith("/cdn/"):
+            held.set()
+            go.wait(60)
+
+    remote.hook = hold
+    process = child(remote, tmp_path / "home", "pull", REPO, "--rank", RANK, "--out", out)
+    assert held.wait(60), process.communicate()
+    process.send_signal(number)
+    go.set()
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (code, "")
+    assert stderr.splitlines()[-1] == "hybrid-pack: interrupted; finished files are kept: run it again"
+    pull(REPO, out, ranks=[RANK])
+    assert tree(out) == of_rank(good_pack, RANK)
+
+
+def test_too_little_room_is_seen_before(
+    remote: Hub, good_pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage:
+        free = 123_456
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage())
+    needed = sum(len(data) for path, data in of_rank(good_pack, RANK).items() if path != MANIFEST)
+    with pytest.raises(EnvironmentFailure, match=rf"not enough disk space \(expected {needed:,} bytes, found 123,456"):
+        pull(REPO, tmp_path / "out", ranks=[RANK])
+    assert set(remote.sent) == {MANIFEST}
+
+
+def test_a_disk_that_is_full(
+    remote: Hub, good_pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import file_download
+
+    out, real, calls = tmp_path / "out", file_download.http_get, [0]
+
+    def full(url: str, file: Any, **options: Any) -> None:
+        calls[0] += 1
+        if calls[0] > 5:  # the manifest, and some files
+            file.write(b"half of it")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(url, file, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(file_download, "http_get", full)
+        assert run(["pull", REPO, "--rank", "2", "--out", str(out), "--workers", "1"]) == 3
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"the disk is full \(found No space left on device\); make room and run the same command", line)
+    kept = {path for path in tree(out) if not path.startswith(STAGING)}
+    assert len(kept) == 4
+    remote.sent.clear()
+    pull(REPO, out, ranks=[RANK])
+    assert tree(out) == of_rank(good_pack, RANK)
+    assert not set(remote.sent) & kept
+
+
+def test_json(remote: Hub, good_pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["pull", f"{REPO}@main", "--rank", "1", "--rank", "2", "--out", str(tmp_path / "out"), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["ranks"], document["files_fetched"]) == ([1, 2], len(of_rank(good_pack, 1, 2)) - 1)
+    assert document["commit"] == remote.repos[REPO].branches["main"]
+
+
+USAGE = {
+    "no such rank": (["--rank", "4"], r"--rank: the pack has no such rank \(expected 0\.\.3, found 4\)"),
+    "negative rank": (["--rank", "-1"], r"--rank: the pack has no such rank"),
+    "no such revision": (["--revision", "nothing"], r"org/name@nothing: no such revision"),
+    "workers": (["--workers", "0"], r"--workers: not a number of workers \(expected 1 to 64, found 0\)"),
+}
+
+
+@pytest.mark.parametrize("case", USAGE)
+def test_usage(case: str, remote: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, message = USAGE[case]
+    assert run(["pull", REPO, "--out", str(tmp_path / "out"), *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err.splitlines()[-1])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("nobody/nothing", "nobody/nothing: no such repository on the Hub;"), ("name", "name: not a Hub id"),
+     ("a/b@c --revision d", "a/b@c: two revisions")],
+)  # fmt: skip
+def test_no_such_repository(
+    name: str, message: str, remote: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["pull", *name.split(), "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def something(out: Path) -> None:
+    (out / "notes.txt").write_text("mine")
+
+
+def a_checkpoint(out: Path) -> None:
+    (out / "config.json").write_text("{}")
+
+
+def a_conversion(out: Path) -> None:
+    (out / "hybrid_pack.state.partial").write_text("")
+
+
+def another_pack(out: Path) -> None:
+    (out / MANIFEST).write_text("{}")
+
+
+def another_pull(out: Path) -> None:
+    (out / STAGING).mkdir()
+    (out / STAGING / MANIFEST).write_text("{}")
+
+
+IN_THE_WAY = {
+    something: "not empty, and not a pull",
+    a_checkpoint: "not empty, and not a pull",
+    a_conversion: "an unfinished conversion is there",
+    another_pack: "another pack, or another revision of it, is there",
+    another_pull: "another pack, or another revision of it, is there",
+}
+
+
+@pytest.mark.parametrize("make", IN_THE_WAY)
+def test_nothing_of_somebody_else_is_touched(make: Callable[[Path], None], remote: Hub, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    make(out)
+    before = tree(out)
+    with pytest.raises(UsageError, match=IN_THE_WAY[make]):
+        pull(REPO, out, ranks=[RANK])
+    assert tree(out) == before
+
+
+def test_two_at_a_time(remote: Hub, good_pack: Path, tmp_path: Path) -> None:
+    """The second is refused while the first is at work."""
+    out, refused = tmp_path / "out", []
+
+    def again(method: str, path: str) -> None:
+        if path.startswith("/cdn/") and not refused:
+            remote.hook = lambda method, path: None
+            with pytest.raises(UsageError, match="another pull is writing here"):
+                pull(REPO, out, ranks=[0])
+            refused.append(True)
+
+    remote.hook = again
+    pull(REPO, out, ranks=[RANK], workers=1)
+    assert refused
+    assert tree(out) == of_rank(good_pack, RANK)
+
+
+def test_a_pack_that_was_converted_here_counts_as_pulled(pack: Path, remote: Hub, good_pack: Path) -> None:
+    shutil.rmtree(pack / "experts" / "tp2-ep2" / "rank-1")
+    (pack / "README.md").write_text("mine")
+    done = pull(REPO, pack)
+    assert done.files_fetched == 3
+    assert tree(pack) == {**tree(good_pack), "README.md": b"mine"}
