@@ -12,7 +12,7 @@ import click
 
 from hybrid_pack._version import __version__
 from hybrid_pack.cli.streams import drop_stdout, in_echo, open_streams, stdout_failure, terminable
-from hybrid_pack.errors import EnvironmentFailure, HybridPackError, plain
+from hybrid_pack.errors import EnvironmentFailure, HybridPackError, hide_tokens, plain
 
 COMMANDS = {
     "plan": "Choose the kept experts, by saliency and budget.",
@@ -66,9 +66,9 @@ def cli(ctx: click.Context, debug: bool) -> None:
 
 def _fail(error: BaseException, line: str, code: int, *, debug: bool) -> int:
     if debug:
-        traceback.print_exception(error)
+        click.echo(hide_tokens("".join(traceback.format_exception(error))), nl=False, err=True)
     with contextlib.suppress(OSError):  # a stderr that takes nothing changes no exit code
-        click.echo(f"hybrid-pack: {plain(' '.join(line.split()))}", err=True)
+        click.echo(f"hybrid-pack: {hide_tokens(plain(' '.join(line.split())))}", err=True)
     return code
 
 

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
+_TOKEN = re.compile(r"\b(?:hf_oauth_[\w.-]{16,}|(?:hf|api_org)_[A-Za-z0-9]{16,})")
 LONGEST_PART = 600
 """Characters of each part of a message: a hostile header can make one of a megabyte."""
+
+
+def hide_tokens(text: str) -> str:
+    """The text without what looks like a token of the Hugging Face Hub: servers and libraries may quote one."""
+    return _TOKEN.sub("hf_***", text)
 
 
 def plain(text: str) -> str:

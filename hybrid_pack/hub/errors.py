@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from hybrid_pack.errors import DataError, EnvironmentFailure, HybridPackError, UsageError
+from hybrid_pack.errors import DataError, EnvironmentFailure, HybridPackError, UsageError, hide_tokens
 
 T = TypeVar("T")
 
@@ -19,7 +18,6 @@ WAITS = (1, 2, 4, 8, 16)
 MOST_WAIT = 300
 """Rate limits of the Hub count five minutes."""
 
-_TOKEN = re.compile(r"hf_\w{4,}")
 _TRANSIENT = frozenset(("TransportError", "ConnectionError", "Timeout", "ChunkedEncodingError", "ContentDecodingError"))
 """Names of what the HTTP libraries (httpx, requests) raise when a connection fails; only one of them is installed."""
 
@@ -113,7 +111,7 @@ def brief(error: BaseException) -> str:
     """First line of an error's message, without anything that looks like a token."""
     text = str(error).strip()
     line = text.splitlines()[0] if text else type(error).__name__
-    return _TOKEN.sub("hf_***", line)
+    return hide_tokens(line)
 
 
 @contextmanager

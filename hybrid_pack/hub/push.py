@@ -113,7 +113,7 @@ def _old_paths(remote: Remote | None, files: Mapping[str, RemoteFile]) -> list[s
 
 
 def _foreign(files: Mapping[str, RemoteFile], known: Iterable[str]) -> tuple[str, ...]:
-    left = set(known)
+    left = {README, *known}
     return tuple(sorted(file.shown() for path, file in files.items() if path not in left and path[:1] != "."))
 
 

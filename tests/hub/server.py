@@ -148,6 +148,7 @@ class Hub:
         self.requests: list[tuple[str, str]] = []
         self.tokens: set[str | None] = set()
         self.cdn_tokens: set[str | None] = set()
+        """Sent to where large files lie, which on the real Hub is another host."""
         self.sent: dict[str, int] = {}
         """Bytes of each path of a repository that went out."""
         self.received_bytes = 0
@@ -225,7 +226,8 @@ class Handler(BaseHTTPRequestHandler):
         with hub.lock:
             hub.requests.append((self.command, path))
             token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
-            (hub.cdn_tokens if path.startswith("/cdn/") else hub.tokens).add(token)
+            outside = path.startswith("/cdn/") or self.command == "PUT" or path.endswith("/complete")
+            (hub.cdn_tokens if outside else hub.tokens).add(token)
         hub.hook(self.command, path)
         self._fault = fault = hub.take_fault(self.command, unquote(self.path), "Range" in self.headers)
         try:
@@ -294,7 +296,7 @@ class Handler(BaseHTTPRequestHandler):
             if match and method == self.command:
                 answer(body, *match.groups())
                 return
-        match = re.match(r"(?:/api/models)?/([^/]+/[^/]+?)(?:/(\S*))?$", path, re.S)
+        match = re.match(r"(?:/api/models)?/([^/]+/[^/]+?)(?:/(.*))?$", path, re.S)
         repo = self.hub.repos.get(match[1]) if match else None
         if match is None or repo is None:
             self._error(404, "RepoNotFound")

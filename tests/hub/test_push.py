@@ -1,0 +1,404 @@
+"""``hybrid-pack push`` against a Hub on loopback: nothing is lost, no two packs are ever mixed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from hybrid_pack.cli.main import run
+from hybrid_pack.errors import DataError, UsageError
+from hybrid_pack.hub import plan_push, pull, push
+from hybrid_pack.io.manifest import MANIFEST, decode_manifest, read_manifest
+from hybrid_pack.sharding import Topology
+from hybrid_pack.verify import verify_pack
+from tests.hub.conftest import REPO, SECRET, Client, tree
+from tests.hub.server import Hub
+from tests.verify.conftest import make_pack
+
+ATTRIBUTES = ".gitattributes"
+
+
+def on_hub(hub: Hub, revision: str = "main") -> dict[str, bytes]:
+    files = hub.files(REPO, revision)
+    files.pop(ATTRIBUTES, None)
+    return files
+
+
+def check_history(hub: Hub) -> None:
+    """Whoever takes any commit gets a whole pack, or a repository without a manifest."""
+    for files in hub.repos[REPO].commits.values():
+        if MANIFEST in files:
+            sizes = decode_manifest(files[MANIFEST].data, "a commit").sizes()
+            assert {path: len(files[path].data) for path in sizes if path in files} == sizes
+
+
+@pytest.fixture(scope="module")
+def other_pack(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer of the same checkpoint, for one rank, without README.md."""
+    return make_pack(small_checkpoint, tmp_path_factory.mktemp("other") / "pack", Topology(1, 1), layers=(3,))
+
+
+def test_a_new_repository(hub: Hub, good_pack: Path, client: Client) -> None:
+    done = push(good_pack, REPO, private=True)
+    assert on_hub(hub) == tree(good_pack)
+    assert hub.repos[REPO].private and done.private
+    assert (done.files_sent, done.files_there) == (len(tree(good_pack)), 0)
+    assert done.bytes_sent == sum(map(len, tree(good_pack).values()))
+    assert done.commit == hub.repos[REPO].branches["main"]
+    assert done.commit_url == f"{hub.url}/{REPO}/commit/{done.commit}"
+    check_history(hub)
+    titles = [title for _, title, _ in hub.repos[REPO].log]
+    assert titles == ["initial commit", "Add hybrid-pack of small", "Add hybrid-pack of small: manifest"]
+    assert client.hosts <= {"127.0.0.1", "::1"}
+    assert hub.tokens == {SECRET}
+    assert hub.cdn_tokens == {None}
+
+
+def test_what_was_pushed_can_be_pulled(hub: Hub, good_pack: Path, tmp_path: Path) -> None:
+    push(good_pack, REPO)
+    pull(REPO, tmp_path / "out")
+    assert verify_pack(tmp_path / "out").ok
+    assert {**tree(tmp_path / "out"), "README.md": b""} == {**tree(good_pack), "README.md": b""}
+
+
+def test_again_sends_nothing(hub: Hub, good_pack: Path) -> None:
+    first = push(good_pack, REPO)
+    received = hub.received_bytes
+    again = push(good_pack, REPO)
+    assert (again.files_sent, again.bytes_sent, again.commit) == (0, 0, first.commit)
+    assert hub.received_bytes == received
+    assert len(hub.repos[REPO].log) == 3
+
+
+def test_only_the_packs_files_go(hub: Hub, pack: Path) -> None:
+    before = tree(pack)
+    (pack / ".secret").write_text("token")
+    (pack / ".git").mkdir()
+    (pack / ".git" / "config").write_text("x")
+    (pack / ".hybrid-pack-pull" / "deep").mkdir(parents=True)
+    (pack / ".hybrid-pack-pull" / "deep" / "x").write_text("x")
+    (pack / "left.partial").write_text("x")
+    (pack / "stranger.bin").write_text("x")
+    push(pack, REPO)
+    assert on_hub(hub) == before
+
+
+NAMES = ["a [1] *?.json", "é ü.txt", "100%25 #x?&=.json", "emoji 😀.txt", "additional_chat_templates/[x]!y.jinja"]
+
+
+def test_names_with_a_meaning_elsewhere(hub: Hub, small_checkpoint: Path, tmp_path: Path, good_pack: Path) -> None:
+    """Patterns, escapes and other scripts, both ways."""
+    source = tmp_path / "source"
+    shutil.copytree(small_checkpoint, source)
+    for name in NAMES:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(f'{{"name": "{name}"}}')
+    made = make_pack(source, tmp_path / "made", Topology(2, 1))
+    assert set(NAMES) <= set(tree(made))
+    push(made, REPO)
+    assert on_hub(hub) == tree(made)
+    pull(REPO, tmp_path / "out")
+    assert tree(tmp_path / "out") == tree(made)
+
+
+def test_an_earlier_pack_goes(hub: Hub, good_pack: Path, other_pack: Path) -> None:
+    push(good_pack, REPO)
+    mine = {"figure.png": b"png", "notes/x.txt": b"mine", ".gitignore": b"*.tmp"}
+    hub.add(REPO, dict(mine), whole=False)
+    done = push(other_pack, REPO)
+    assert on_hub(hub) == {**tree(other_pack), "README.md": tree(good_pack)["README.md"], **mine}
+    assert set(done.removed) == set(read_manifest(good_pack).sizes()) - set(read_manifest(other_pack).sizes())
+    assert done.foreign == ("figure.png", "notes/x.txt")
+    check_history(hub)
+
+
+def test_files_of_a_pack_nobody_lists_go_too(hub: Hub, good_pack: Path) -> None:
+    left = {"experts/tp9-ep1/rank-0/layer-003.safetensors": b"x", "model-00009-of-00009.safetensors": b"y"}
+    hub.add(REPO, dict(left))
+    assert set(push(good_pack, REPO).removed) == set(left)
+    assert on_hub(hub) == tree(good_pack)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"format": "hybrid-pack"}'])
+def test_a_broken_manifest_on_the_hub_is_replaced(damage: bytes, hub: Hub, good_pack: Path) -> None:
+    hub.add(REPO, {**tree(good_pack), MANIFEST: damage})
+    push(good_pack, REPO)
+    assert on_hub(hub) == tree(good_pack)
+
+
+class Broken:
+    """Packs ``verify`` refuses."""
+
+    @staticmethod
+    def truncated(pack: Path) -> None:
+        path = next(pack.rglob("layer-003.safetensors"))
+        path.write_bytes(path.read_bytes()[:-1])
+
+    @staticmethod
+    def header(pack: Path) -> None:
+        path = next(pack.rglob("layer-003.safetensors"))
+        data = path.read_bytes()
+        path.write_bytes(data[:20] + bytes([data[20] ^ 1]) + data[21:])
+
+    @staticmethod
+    def missing(pack: Path) -> None:
+        next(pack.rglob("layer-004.safetensors")).unlink()
+
+    @staticmethod
+    def manifest(pack: Path) -> None:
+        (pack / MANIFEST).write_text((pack / MANIFEST).read_text().replace("small", "large"))
+
+    @staticmethod
+    def stranger(pack: Path) -> None:
+        (pack / "more.txt").write_text("x")
+
+    @staticmethod
+    def unfinished(pack: Path) -> None:
+        (pack / "x.safetensors.partial").write_text("x")
+
+    @staticmethod
+    def one_rank(pack: Path) -> None:
+        shutil.rmtree(pack / "experts" / "tp2-ep2" / "rank-3")
+
+
+def broken() -> Iterator[Any]:
+    for name, change in vars(Broken).items():
+        if isinstance(change, staticmethod):
+            yield pytest.param(change.__func__, id=name)
+
+
+@pytest.mark.parametrize("change", list(broken()))
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["push", "dry run"])
+def test_what_verify_refuses_is_not_sent(
+    more: list[str], change: Callable[[Path], None], hub: Hub, pack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(pack)
+    assert run(["push", str(pack), REPO, *more]) == 1
+    assert "not pushed: verify finds" in capsys.readouterr().err.splitlines()[-1]
+    assert hub.requests == []
+
+
+def test_full_looks_at_the_payload(hub: Hub, pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = next(pack.rglob("layer-003.safetensors"))
+    data = path.read_bytes()
+    path.write_bytes(data[:8000] + bytes([data[8000] ^ 1]) + data[8001:])
+    assert run(["push", str(pack), REPO, "--full"]) == 1
+    assert hub.requests == []
+    capsys.readouterr()
+    assert run(["push", str(pack), REPO]) == 0
+    assert "payload digests were not (--full checks them)" in capsys.readouterr().err
+
+
+def test_the_summary(hub: Hub, good_pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["push", str(good_pack), f"{REPO}@tp2"]) == 0
+    captured = capsys.readouterr()
+    commit = hub.repos[REPO].branches["tp2"]
+    assert captured.out.splitlines() == [
+        f"pushed {good_pack} to {REPO}",
+        f"  commit     {hub.url}/{REPO}/commit/{commit}",
+        f"  sent       {len(tree(good_pack))} files, 1.66 MB",
+        "  there      0 files, 0 B",
+        f"proof: hybrid-pack verify --remote {REPO}@tp2 --against {good_pack}",
+        f"get a rank: hybrid-pack pull {REPO}@tp2 --rank 0 --out DIR",
+    ]
+    assert MANIFEST not in hub.files(REPO), "main is not touched"
+    assert run(["push", str(good_pack), REPO, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["commit"] == hub.repos[REPO].branches["main"]
+    assert document["bytes_sent"] + document["bytes_there"] == sum(map(len, tree(good_pack).values()))
+
+
+def test_a_dry_run_changes_nothing(hub: Hub, good_pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["push", str(good_pack), REPO, "--dry-run"]) == 0
+    assert "would make the repository" in capsys.readouterr().out
+    assert not hub.repos
+    files = tree(good_pack)
+    shard = "experts/tp2-ep2/rank-1/layer-004.safetensors"
+    gone = "experts/tp2-ep2/rank-2/layer-004.safetensors"
+    stale = "experts/tp8-ep1/rank-0/layer-003.safetensors"
+    there = {**files, shard: bytes(len(files[shard])), stale: b"x", "figure.png": b"png"}
+    del there[gone]
+    hub.add(REPO, dict(there))
+    plan = plan_push(good_pack, REPO)
+    assert plan.send == {shard: len(files[shard]), gone: len(files[gone])}
+    assert plan.there == {path: len(data) for path, data in files.items() if path not in plan.send}
+    assert (plan.stale, plan.foreign) == ((stale,), ("figure.png",))
+    assert plan_push(good_pack, REPO, revision="tp2").new_branch
+    assert run(["push", str(good_pack), REPO, "--dry-run", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["send"]) == {shard, gone}
+    assert len(hub.repos[REPO].log) == 1
+    assert {method for method, path in hub.requests if "/commit/" in path or "/lfs" in path} == set()
+
+
+def test_a_public_repository_is_not_private(hub: Hub, good_pack: Path) -> None:
+    hub.add(REPO, {"README.md": b"mine"})
+    with pytest.raises(UsageError, match="the repository is there and public"):
+        push(good_pack, REPO, private=True)
+    assert len(hub.repos[REPO].log) == 1
+
+
+def test_a_pull_request(hub: Hub, good_pack: Path, other_pack: Path) -> None:
+    push(good_pack, REPO)
+    before = hub.files(REPO)
+    done = push(other_pack, REPO, create_pr=True)
+    assert done.revision == "refs/pr/1"
+    assert done.pr_url == f"{hub.url}/{REPO}/discussions/1"
+    assert hub.files(REPO) == before
+    assert {**on_hub(hub, "refs/pr/1"), "README.md": b""} == {**tree(other_pack), "README.md": b""}
+    check_history(hub)
+
+
+def test_a_pull_request_that_failed_is_gone_on_with(
+    hub: Hub, good_pack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.add(REPO, {"README.md": b"mine"})
+    fault = hub.fault("POST", "/commit/", status=403, times=9)
+    assert run(["push", str(good_pack), REPO, "--create-pr"]) == 3
+    assert "go on with --revision refs/pr/1, without --create-pr" in capsys.readouterr().err.splitlines()[-1]
+    fault.times = 0
+    assert run(["push", str(good_pack), REPO, "--revision", "refs/pr/1"]) == 0
+    assert on_hub(hub, "refs/pr/1") == tree(good_pack)
+    assert [name for name in hub.repos[REPO].branches if name.startswith("refs/pr")] == ["refs/pr/1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--create-pr", "--revision", "tp2"], "a new pull request is always against the main branch"),
+        (["--revision", "0" * 40], "a commit cannot be added to"),
+    ],
+)
+def test_usage(
+    arguments: list[str], message: str, hub: Hub, good_pack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["push", str(good_pack), REPO, *arguments]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert hub.requests == []
+
+
+def test_no_folder(hub: Hub, tmp_path: Path) -> None:
+    assert run(["push", str(tmp_path / "nothing"), REPO]) == 2
+    assert run(["push", str(tmp_path), "no id"]) == 2
+    assert run(["push", str(tmp_path), REPO]) == 1
+    assert hub.requests == []
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "429": {"status": 429, "headers": {"Retry-After": "11"}},
+    "503 often": {"status": 503, "times": 4},
+    "500": {"status": 500},
+    "cut": {"cut": 20},
+    "answer lost": {"lost": True},
+}
+PLACES = {
+    "look": ("GET", f"/api/models/{REPO}"),
+    "create": ("POST", "/api/repos/create"),
+    "listing": ("GET", "/tree/"),
+    "preupload": ("POST", "/preupload/"),
+    "batch": ("POST", "/objects/batch"),
+    "file": ("PUT", "/lfs/"),
+    "part": ("PUT", r"/lfs/\w+/4"),
+    "complete": ("POST", "/complete"),
+    "verify": ("POST", "/verify"),
+    "commit": ("POST", "/commit/"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", FAULTS)
+def test_what_may_pass_is_tried_again(kind: str, place: str, hub: Hub, good_pack: Path, client: Client) -> None:
+    method, path = PLACES[place]
+    fault = hub.fault(method, path, **FAULTS[kind])
+    times = fault.times
+    push(good_pack, REPO)
+    assert fault.met == times
+    assert on_hub(hub) == tree(good_pack)
+    check_history(hub)
+    assert client.waits
+    if kind == "429":
+        assert max(client.waits) >= 11
+
+
+@pytest.mark.parametrize("place", ["preupload", "batch", "part", "complete", "commit"])
+def test_what_does_not_pass_ends_it_and_the_rest_is_sent_later(
+    place: str, hub: Hub, good_pack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    method, path = PLACES[place]
+    fault = hub.fault(method, path, status=503, times=999)
+    assert run(["push", str(good_pack), REPO]) == 3
+    assert re.search(rf"hybrid-pack: {REPO}: cannot push \(found ", capsys.readouterr().err.splitlines()[-1])
+    assert MANIFEST not in hub.files(REPO)
+    fault.times = 0
+    before, sent = hub.received_bytes, {oid: len(data) for oid, data in hub.blobs.items()}
+    assert run(["push", str(good_pack), REPO]) == 0
+    assert on_hub(hub) == tree(good_pack)
+    large = sum(len(data) for path, data in tree(good_pack).items() if path.endswith(".safetensors"))
+    assert hub.received_bytes - before == large - sum(sent.values()), "what the Hub had is not sent again"
+
+
+def test_a_file_the_hub_leaves_out_is_noticed(hub: Hub, good_pack: Path) -> None:
+    """A .gitignore of the repository makes huggingface_hub skip files without an error."""
+    hub.ignored.add("tokenizer.json")
+    with pytest.raises(DataError, match=r"tokenizer\.json: the Hub does not have a file that was sent .*\.gitignore"):
+        push(good_pack, REPO)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_no_permission(status: int, hub: Hub, good_pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.fault("POST", "/api/repos/create", status=status, times=9)
+    assert run(["push", str(good_pack), REPO]) == 3
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"log in with `hf auth login`", line), line
+
+
+@pytest.fixture
+def xet(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """A Hub with Xet, whose store is hf_xet's own for a local folder."""
+    (tmp_path / "cas").mkdir()
+    hub.cas = f"local://{tmp_path}/cas"
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    return hub
+
+
+def test_by_xet_and_back(xet: Hub, good_pack: Path, tmp_path: Path) -> None:
+    """What most users have: hf_xet moves the large files, no LFS upload is made."""
+    done = push(good_pack, REPO)
+    assert on_hub(xet) == tree(good_pack)
+    assert done.files_sent == len(tree(good_pack))
+    assert not any(method == "PUT" or "objects/batch" in path for method, path in xet.requests)
+    check_history(xet)
+    xet.sent.clear()
+    pull(REPO, tmp_path / "out", ranks=[2])
+    assert verify_pack(tmp_path / "out", rank=2).ok
+    assert not any(path.endswith(".safetensors") for path in xet.sent), "by Xet, not by HTTP"
+    assert push(good_pack, REPO).files_sent == 0
+
+
+def test_by_xet_in_many_commits(xet: Hub, good_pack: Path, other_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """huggingface_hub cuts an upload of many files into commits; the manifest is in the last all the same."""
+    from huggingface_hub import _upload_pipeline
+
+    monkeypatch.setattr(_upload_pipeline, "COMMIT_SIZE_SCALE", [3] * 10)
+    push(other_pack, REPO)
+    push(good_pack, REPO)
+    assert len(xet.repos[REPO].log) > 6
+    assert on_hub(xet) == tree(good_pack)
+    check_history(xet)
+
+
+def test_wrong_bytes_by_xet(xet: Hub, good_pack: Path, pack: Path, tmp_path: Path) -> None:
+    """Xet brings what was pushed; if that is not what the manifest lists, it is not accepted."""
+    path = next(pack.rglob("rank-2/layer-003.safetensors"))
+    data = path.read_bytes()
+    path.write_bytes(data[:8000] + bytes([data[8000] ^ 1]) + data[8001:])
+    push(pack, REPO)
+    with pytest.raises(DataError, match=r"rank-2/layer-003\.safetensors: arrived wrong twice"):
+        pull(REPO, tmp_path / "out", ranks=[2])
+    assert not (tmp_path / "out" / path.relative_to(pack)).exists()
