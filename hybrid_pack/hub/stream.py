@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from hybrid_pack.errors import DataError, EnvironmentFailure
+from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
 from hybrid_pack.hub.download import download, forget
 from hybrid_pack.hub.errors import Stopped, errors, retrying
 from hybrid_pack.hub.fetch import copy_small_files, hub_files, write_stub
@@ -49,13 +49,16 @@ def stream_checkpoint(
         progress: Told what is worth a line.
 
     Raises:
-        UsageError: No such repository or revision.
+        UsageError: No such repository or revision; the folder is something else.
         DataError: A listing that cannot be.
         EnvironmentFailure: No network, no access, no room.
     """
+    if folder.is_symlink() or (folder.exists() and not (folder / WHOLE).is_dir()):
+        raise UsageError("in the way of the shards", where=folder, hint="remove it, or choose another --out")
     remote = open_remote(repo_id, revision)
     files = {p: f for p, f in list_files(remote).items() if p.endswith(".safetensors") and "/" not in p}
     with errors(remote.name, nor_folder=True):
+        shutil.rmtree(folder / ARRIVING, ignore_errors=True)  # of a run that was killed
         for name in (WHOLE, ARRIVING):
             (folder / name).mkdir(parents=True, exist_ok=True)
         retrying(lambda: copy_small_files(repo_id, remote.commit, folder))

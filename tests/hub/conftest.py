@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -123,3 +126,22 @@ def remote(hub: Hub, good_pack: Path) -> Hub:
 def many_layers() -> Spec:
     """A checkpoint of nine packed layers in small shards."""
     return replace(SMALL, moe_layers=tuple(range(1, 9)), dense_layers=(0,), shard_bytes=60_000)
+
+
+CHILD = """
+import sys
+from hybrid_pack.cli.main import run
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+def child(hub: Hub, home: Path, *arguments: object, **more: str) -> subprocess.Popen[str]:
+    """The command line in a process of its own."""
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN": SECRET, **more,
+    }  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, *map(str, arguments)],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip

@@ -158,6 +158,7 @@ class Hub:
         self.cas: str | None = None
         """``local://`` folder that hf_xet stores in; None: a Hub without Xet."""
         self.hook: Callable[[str, str], None] = lambda method, path: None
+        """Called with method and path of each request first; the method of one for a part is ``RANGE``."""
         self.lock = threading.RLock()
         self.url = ""
         self.cdn_url = ""
@@ -228,7 +229,7 @@ class Handler(BaseHTTPRequestHandler):
             token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
             outside = path.startswith("/cdn/") or self.command == "PUT" or path.endswith("/complete")
             (hub.cdn_tokens if outside else hub.tokens).add(token)
-        hub.hook(self.command, path)
+        hub.hook("RANGE" if "Range" in self.headers else self.command, path)
         self._fault = fault = hub.take_fault(self.command, unquote(self.path), "Range" in self.headers)
         try:
             if fault is not None and fault.cut is not None and self.command in ("PUT", "POST"):

@@ -8,8 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +23,7 @@ from hybrid_pack.hub import pull
 from hybrid_pack.hub.pull import STAGING
 from hybrid_pack.io.manifest import MANIFEST, read_manifest
 from hybrid_pack.verify import verify_pack
-from tests.hub.conftest import REPO, SECRET, Client, tree
+from tests.hub.conftest import REPO, SECRET, Client, child, tree
 from tests.hub.server import Entry, Hub
 
 RANK = 2
@@ -291,25 +289,6 @@ def test_what_is_there_is_not_taken_on_trust(remote: Hub, good_pack: Path, tmp_p
     done = pull(REPO, out, ranks=[RANK])
     assert done.replaced == (name,)
     assert tree(out) == of_rank(good_pack, RANK)
-
-
-CHILD = """
-import sys
-from hybrid_pack.cli.main import run
-sys.exit(run(sys.argv[1:]))
-"""
-
-
-def child(hub: Hub, home: Path, *arguments: object, **more: str) -> subprocess.Popen[str]:
-    """The command line in a process of its own."""
-    environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN": SECRET, **more,
-    }  # fmt: skip
-    return subprocess.Popen(
-        [sys.executable, "-c", CHILD, *map(str, arguments)],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])

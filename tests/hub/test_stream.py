@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from hybrid_pack.cli.main import run
 from hybrid_pack.errors import DataError
 from hybrid_pack.hub import stream
 from hybrid_pack.hub.stream import HubSupply, stream_checkpoint
-from tests.hub.conftest import REPO, Client, tree
+from tests.hub.conftest import REPO, Client, child, tree
 from tests.hub.server import Hub
 
 SHARD = r"model-0000\d-of"
@@ -122,6 +124,47 @@ def test_a_run_that_failed_goes_on_without_fetching_twice(
     assert not (tmp_path / ".out.source").exists()
 
 
+@pytest.mark.parametrize("number", [1, 4])
+def test_killed_and_taken_up_again(
+    number: int, checkpoint_there: Hub, whole: dict[str, bytes], small_checkpoint: Path, tmp_path: Path, watch: Watch
+) -> None:
+    """SIGKILL while the n-th shard is on its way."""
+    out, seen, there, killed = tmp_path / "out", [0], threading.Event(), threading.Event()
+
+    def hold(method: str, path: str) -> None:
+        if method == "GET" and path.startswith("/cdn/"):
+            seen[0] += 1
+            if seen[0] == number:
+                there.set()
+                killed.wait(60)
+
+    checkpoint_there.hook = hold
+    arguments = ["convert", REPO, "--out", out, "--tp", 2, "--workers", 1, "--no-keep"]
+    process = child(checkpoint_there, tmp_path / "home", *arguments)
+    assert there.wait(60), process.communicate()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    killed.set()
+    checkpoint_there.hook = lambda method, path: None
+    folder = tmp_path / ".out.source"
+    kept = {path.name for path in (folder / stream.WHOLE).iterdir()}
+    assert convert(out, "--resume") == 0
+    assert tree(out) == whole
+    assert not set(watch.brought) & kept
+    assert not folder.exists()
+
+
+def test_a_folder_of_somebody_else_is_not_used(
+    checkpoint_there: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / ".out.source" / "mine"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    assert convert(tmp_path / "out") == 2
+    assert "in the way of the shards" in capsys.readouterr().err.splitlines()[-1]
+    assert mine.read_text() == "mine"
+
+
 def test_a_finished_pack_fetches_no_shard(checkpoint_there: Hub, tmp_path: Path, watch: Watch) -> None:
     out = tmp_path / "out"
     assert convert(out) == 0
@@ -163,8 +206,6 @@ def test_a_wrong_header_or_scale_is_seen_when_the_shard_arrives(
     folder = tmp_path / "folder"
     supply = stream_checkpoint(REPO, None, folder)
     name = shard_names(small_checkpoint)[0]
-    from threading import Event
-
     from hybrid_pack.io.safetensors import read_header
     from hybrid_pack.io.shards import Located
 
@@ -177,7 +218,7 @@ def test_a_wrong_header_or_scale_is_seen_when_the_shard_arrives(
         file.seek(tensor.begin)
         file.write(bytes([stored[tensor.begin] ^ 1]))
     with pytest.raises(DataError, match=rf"{name}: what was read of it before was wrong"):
-        supply._bring(name, Event())
+        supply._bring(name, threading.Event())
     assert not supply.is_whole(name)
 
 
