@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import shutil
 import stat
@@ -111,7 +112,7 @@ def download(
 
     with errors(f"{at(repo_id, commit)}: {path}"):
         try:
-            found = Path(retrying(fetch, tell=tell, stop=stopped))
+            found = Path(retrying(fetch, tell=lambda text: tell(f"{path}: {text}"), stop=stopped))
         except BaseException:
             advance(-counted)
             raise
@@ -120,6 +121,13 @@ def download(
             raise DataError("not a regular file", where=found)
         advance(status.st_size - counted)  # of a copy that was there, nobody counted the bytes
     return found
+
+
+def abort() -> None:
+    """End downloads by Xet, which do not look at ``stop``; those by HTTP do."""
+    with contextlib.suppress(ImportError):  # huggingface_hub before 1 has no such session
+        session: Any = importlib.import_module("huggingface_hub.utils._xet")
+        session.abort_xet_session()
 
 
 def forget(folder: Path, path: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
 from hybrid_pack.hub.arrival import what_is_wrong
-from hybrid_pack.hub.download import TooLong, download, forget
+from hybrid_pack.hub.download import TooLong, abort, download, forget
 from hybrid_pack.hub.errors import Stopped
 from hybrid_pack.hub.listing import Remote, fetch_manifest, look_up, open_remote
 from hybrid_pack.io.manifest import MANIFEST, STATE, decode_manifest, topology_of
@@ -270,6 +270,7 @@ class _Pull:
                 wait(futures, return_when=FIRST_EXCEPTION)
             except BaseException:
                 self.stop.set()
+                abort()
                 raise
             finally:
                 if self.stop.is_set():

@@ -381,6 +381,16 @@ def test_by_xet_and_back(xet: Hub, good_pack: Path, tmp_path: Path) -> None:
     assert push(good_pack, REPO).files_sent == 0
 
 
+def test_by_xet_and_back_by_http(xet: Hub, good_pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who pulls need not have hf_xet."""
+    push(good_pack, REPO)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    xet.sent.clear()
+    pull(REPO, tmp_path / "out", ranks=[2])
+    assert verify_pack(tmp_path / "out", rank=2).ok
+    assert sum(path.endswith(".safetensors") for path in xet.sent) == 4
+
+
 def test_by_xet_in_many_commits(xet: Hub, good_pack: Path, other_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """huggingface_hub cuts an upload of many files into commits; the manifest is in the last all the same."""
     from huggingface_hub import _upload_pipeline
