@@ -81,7 +81,11 @@ def _usage(error: click.ClickException) -> str:
 
 
 def _interrupted(command: str) -> str:
-    kept = {"convert": "; finished files are kept for --resume", "pull": "; finished files are kept: run it again"}
+    kept = {
+        "convert": "; finished files are kept for --resume",
+        "pull": "; finished files are kept: run it again",
+        "push": "; what was sent is kept: run it again",
+    }
     return f"interrupted{kept.get(command, '')}"
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +29,21 @@ def checkpoint(small_checkpoint: Path, tmp_path: Path) -> Path:
     root = tmp_path / "small"
     shutil.copytree(small_checkpoint, root)
     return root
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_network() -> Iterator[None]:
+    """No test reaches another host, by whatever library."""
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: Any) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6):
+            assert address[0].startswith("127.") or address[0] in ("::1", "localhost"), f"another host: {address}"
+        connect(self, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", guarded)
+        yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

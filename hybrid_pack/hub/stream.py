@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
-from hybrid_pack.hub.download import download, forget
+from hybrid_pack.hub.download import abort, download, forget
 from hybrid_pack.hub.errors import Stopped, errors, retrying
 from hybrid_pack.hub.fetch import copy_small_files, hub_files, write_stub
 from hybrid_pack.hub.listing import Remote, list_files, open_remote
@@ -214,24 +214,27 @@ class HubSupply:
                     if path not in arriving and not self.is_whole(path.name):
                         arriving[path] = pool.submit(self._bring, path.name, stopped)
 
-            for i, group in enumerate(groups):
-                order(group)
-                if i + 1 < len(groups):
-                    order(groups[i + 1])
-                try:
+            try:
+                for i, group in enumerate(groups):
+                    order(group)
+                    if i + 1 < len(groups):
+                        order(groups[i + 1])
                     for path in group.files:
                         if path in arriving:
                             arriving[path].result()
-                except Stopped:
-                    return
-                except BaseException:
-                    stopped.set()
-                    raise
-                left = [len(group.tasks)]
-                for task in group.tasks:
-                    if stopped.is_set():
-                        return
-                    yield partial(self._work, task, group, left, uses)
+                    left = [len(group.tasks)]
+                    for task in group.tasks:
+                        if stopped.is_set():
+                            return
+                        yield partial(self._work, task, group, left, uses)
+            except Stopped:  # something else went wrong, and says so
+                return
+            except BaseException:
+                stopped.set()
+                raise
+            finally:
+                if stopped.is_set():
+                    abort()
 
     def _work(self, task: Task[A], group: Group[A], left: list[int], uses: Counter[Path], given: A) -> int:
         """One task; the last of a group drops the files nobody needs any more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ from hybrid_pack.cli.main import run
 from hybrid_pack.errors import DataError
 from hybrid_pack.hub import stream
 from hybrid_pack.hub.stream import HubSupply, stream_checkpoint
-from tests.hub.conftest import REPO, Client, child, tree
+from hybrid_pack.io.safetensors import read_header
+from hybrid_pack.io.shards import Located
+from hybrid_pack.synthetic import write_checkpoint
+from tests.checkpoints import SMALL
+from tests.hub.conftest import REPO, Client, child, many_layers, tree
 from tests.hub.server import Hub
 
 SHARD = r"model-0000\d-of"
@@ -26,15 +31,18 @@ def checkpoint_there(hub: Hub, small_checkpoint: Path) -> Hub:
     return hub
 
 
+def by_folder(source: Path, work: Path) -> dict[str, bytes]:
+    """The pack of a checkpoint in a folder that has the Hub's name."""
+    root = work / "models--org--name" / "snapshots" / ("0" * 40)
+    root.parent.mkdir(parents=True)
+    root.symlink_to(source)
+    assert run(["convert", str(root), "--out", str(work / "out"), "--tp", "2"]) == 0
+    return tree(work / "out")
+
+
 @pytest.fixture(scope="module")
 def whole(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The pack of the same checkpoint in a folder that has the Hub's name."""
-    root = tmp_path_factory.mktemp("models--org--name") / "models--org--name" / "snapshots" / ("0" * 40)
-    root.parent.mkdir(parents=True)
-    root.symlink_to(small_checkpoint)
-    out = tmp_path_factory.mktemp("whole") / "out"
-    assert run(["convert", str(root), "--out", str(out), "--tp", "2"]) == 0
-    return tree(out)
+    return by_folder(small_checkpoint, tmp_path_factory.mktemp("whole"))
 
 
 def convert(out: Path, *more: str) -> int:
@@ -86,13 +94,21 @@ def test_the_pack_is_the_same_and_no_shard_stays(
     assert client.hosts <= {"127.0.0.1", "::1"}
 
 
+@pytest.mark.parametrize("stored", [("bf16",), ("nvfp4", "mxfp4"), ("ct_nvfp4",), ("fp8_block",)], ids=str)
+def test_other_sources(stored: Any, hub: Hub, tmp_path: Path) -> None:
+    """Formats that are quantised, or have second-level scales of other kinds."""
+    source = tmp_path / "source"
+    write_checkpoint(source, replace(SMALL, stored=stored))
+    hub.add(REPO, tree(source))
+    assert convert(tmp_path / "out") == 0
+    assert tree(tmp_path / "out") == by_folder(source, tmp_path / "work")
+
+
 def test_less_than_the_whole_source_is_there_at_a_time(
     hub: Hub, tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many layers and base files, as a real checkpoint has."""
     from hybrid_pack import plan
-    from hybrid_pack.synthetic import write_checkpoint
-    from tests.hub.conftest import many_layers
 
     source = tmp_path / "source"
     write_checkpoint(source, many_layers())
@@ -206,9 +222,6 @@ def test_a_wrong_header_or_scale_is_seen_when_the_shard_arrives(
     folder = tmp_path / "folder"
     supply = stream_checkpoint(REPO, None, folder)
     name = shard_names(small_checkpoint)[0]
-    from hybrid_pack.io.safetensors import read_header
-    from hybrid_pack.io.shards import Located
-
     header = read_header(folder / name)
     tensor = next(iter(header.tensors.values()))
     supply.fetch([Located(folder / name, tensor)])
