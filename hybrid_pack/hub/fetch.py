@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_pack.errors import DataError, EnvironmentFailure
-from hybrid_pack.hub.errors import at, errors
+from hybrid_pack.hub.errors import at, errors, retrying
 from hybrid_pack.io.config import read_document
 from hybrid_pack.io.safetensors import MAX_HEADER_BYTES
 from hybrid_pack.io.shards import INDEX, SINGLE
@@ -48,7 +48,7 @@ def fetch_checkpoint(repo_id: str, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     with errors(at(repo_id, revision), nor_folder=True):
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(WANTED)))
+        return Path(retrying(lambda: snapshot_download(repo_id, revision=revision, allow_patterns=list(WANTED))))
 
 
 def _whole(snapshot: Path) -> bool:
@@ -100,10 +100,14 @@ def write_stub(files: Any, repo_id: str, commit: str, name: str, nbytes: int, fo
         folder: Gets the file, which is not there yet.
     """
     where = f"{repo_id}@{commit}/{name}"
-    header = files.cat_file(where, start=0, end=min(FIRST_READ_BYTES, nbytes))
+
+    def read(start: int, end: int) -> bytes:
+        return bytes(retrying(lambda: files.cat_file(where, start=start, end=end)))
+
+    header = read(0, min(FIRST_READ_BYTES, nbytes))
     end = 8 + int.from_bytes(header[:8], "little")
     if len(header) < end <= min(nbytes, 8 + MAX_HEADER_BYTES):  # another is no header; its reader says so
-        header += files.cat_file(where, start=len(header), end=end)
+        header += read(len(header), end)
     with (folder / name).open("wb") as file:
         file.write(header[: min(end, len(header))])
         file.truncate(nbytes)
@@ -140,13 +144,16 @@ def fetch_headers(repo_id: str, revision: str | None, folder: Path) -> None:
 
     with errors(at(repo_id, revision), nor_folder=True):
         cached = _cached(repo_id, revision)
-        snapshot = cached or Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(SMALL_FILES)))
+        snapshot = cached or Path(
+            retrying(lambda: snapshot_download(repo_id, revision=revision, allow_patterns=list(SMALL_FILES)))
+        )
         for path in snapshot.iterdir():
             (folder / path.name).symlink_to(path.resolve())
         if cached is not None:
             return
         files = hub_files()
-        listed: Any = files.ls(f"{repo_id}@{snapshot.name}", detail=True)  # its type is not the same in every version
+        root = f"{repo_id}@{snapshot.name}"
+        listed: Any = retrying(lambda: files.ls(root, detail=True))  # its type is not the same in every version
         sizes: dict[str, int] = {entry["name"].rsplit("/", 1)[1]: entry["size"] for entry in listed}
         shards = [n for n in sizes if n.endswith(".safetensors") and not (folder / n).exists()]
         with ThreadPoolExecutor(8) as pool:

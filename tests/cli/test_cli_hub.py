@@ -32,6 +32,7 @@ def snapshot(monkeypatch: pytest.MonkeyPatch) -> Snapshot:
             return str(with_what)
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+        monkeypatch.setattr("hybrid_pack.hub.errors.WAITS", ())
         return calls
 
     return answer

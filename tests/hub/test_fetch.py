@@ -1,0 +1,63 @@
+"""A checkpoint from a Hub on loopback, whole or its headers, with faults on the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_pack.cli.main import run
+from tests.hub.conftest import REPO, Client, tree
+from tests.hub.server import Hub
+
+FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "none": ("GET", "never", {}),
+    "commit 503": ("GET", f"/api/models/{REPO}", {"status": 503, "times": 3}),
+    "listing 429": ("GET", "/tree/", {"status": 429}),
+    "small file 500": ("GET", "resolve/.*/tokenizer.json", {"status": 500, "times": 2}),
+    "header cut": ("GET", "cdn/.*model-00002", {"cut": 100, "times": 2}),
+    "header 503": ("GET", "cdn/.*model-00003", {"status": 503, "times": 2}),
+    "shard cut": ("GET", "cdn/.*model-00002", {"cut": 1000, "whole": True, "times": 2}),
+    "shard 503": ("GET", "cdn/.*model-00004", {"status": 503, "whole": True, "times": 2}),
+}
+
+
+@pytest.fixture
+def checkpoint_there(hub: Hub, small_checkpoint: Path) -> Hub:
+    hub.add(REPO, tree(small_checkpoint))
+    return hub
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_whole_checkpoint(
+    kind: str, checkpoint_there: Hub, small_checkpoint: Path, tmp_path: Path, client: Client
+) -> None:
+    """Kept in the cache, and not asked for a second time."""
+    method, path, what = FAULTS[kind]
+    fault = checkpoint_there.fault(method, path, **what)
+    times = fault.times if kind != "none" else 0
+    assert run(["convert", REPO, "--out", str(tmp_path / "out"), "--tp", "2"]) == 0
+    assert fault.met == times
+    assert run(["verify", str(tmp_path / "out"), "--source", str(small_checkpoint)]) == 0
+    checkpoint_there.sent.clear()
+    assert run(["convert", REPO, "--out", str(tmp_path / "other")]) == 0
+    assert not any(path.endswith(".safetensors") for path in checkpoint_there.sent)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FAULTS if not kind.startswith("shard")])
+def test_headers(
+    kind: str, checkpoint_there: Hub, small_checkpoint: Path, client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    method, path, what = FAULTS[kind]
+    fault = checkpoint_there.fault(method, path, **what)
+    times = fault.times if kind != "none" else 0
+    assert run(["inspect", REPO, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert fault.met == times
+    assert run(["inspect", str(small_checkpoint), "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)
+    assert (found.pop("name"), expected.pop("name")) == (REPO, small_checkpoint.name)
+    del found["folder"], expected["folder"]
+    assert found == expected
