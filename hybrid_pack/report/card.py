@@ -110,8 +110,8 @@ def _loading(view: PackView) -> str:
     wanted = [layer.layer for layer in view.layers]
     return f"""```
 pip install "hybrid-pack[b12x]"
-hf download <this repository> --local-dir pack
-hybrid-pack verify pack
+hybrid-pack pull <this repository> --rank 0 --out pack  # this rank's part and the other tensors, every digest checked
+hybrid-pack verify pack --rank 0
 ```
 ```python
 import hybrid_pack
