@@ -9,7 +9,7 @@ from hybrid_pack.errors import EnvironmentFailure
 from hybrid_pack.formats.decode import F32
 from hybrid_pack.formats.source import NF3, NVFP4, SourceFormat
 from hybrid_pack.io.quantization import Quantization
-from hybrid_pack.quantize import QuantStats, quantize_mxfp4, quantize_nf3, quantize_nvfp4
+from hybrid_pack.quantize import QuantStats, lift_subnormal, quantize_mxfp4, quantize_nf3, quantize_nvfp4
 
 Buffer = NDArray[np.uint8]
 
@@ -59,12 +59,16 @@ class Quantizer:
             scales: u8 [rows, groups] out.
         """
         if self._on_gpu:
-            return self._on_cuda(target, weights, second, channels, codes, scales)
-        if target is NF3:
-            return quantize_nf3(weights, self._levels, self._search, channels, codes, scales)
+            stats = self._on_cuda(target, weights, second, channels, codes, scales)
+        elif target is NF3:
+            stats = quantize_nf3(weights, self._levels, self._search, channels, codes, scales)
+        elif target is NVFP4:
+            stats = quantize_nvfp4(weights, second, self._search, channels, codes, scales)
+        else:
+            stats = quantize_mxfp4(weights, self._search, channels, codes, scales)
         if target is NVFP4:
-            return quantize_nvfp4(weights, second, self._search, channels, codes, scales)
-        return quantize_mxfp4(weights, self._search, channels, codes, scales)
+            lift_subnormal(weights, second, channels, codes, scales, stats)
+        return stats
 
     def _on_cuda(
         self, target: SourceFormat, weights: F32, second: float, channels: F32 | None, codes: Buffer, scales: Buffer

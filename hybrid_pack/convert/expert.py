@@ -33,12 +33,14 @@ class PackedRank:
     Attributes:
         rows: Bytes of its row in ``w13``, ``w2``, ``w13_scale``, ``w2_scale``; valid until the next expert is packed.
         global_scales: Of w13 and w2.
-        stats: What happened to its scales.
+        stats: What happened to the scales of matrices that were moved or cast.
+        made: What happened to those that were quantised.
     """
 
     rows: Mapping[str, Buffer]
     global_scales: Mapping[str, float]
     stats: ScaleStats
+    made: ScaleStats
 
 
 class ExpertPacker:
@@ -92,29 +94,28 @@ class ExpertPacker:
             for i, part in enumerate(parts):
                 check_scales(part, np.sum([ours[name][i] for ours in counts], axis=0), where)
         for tp_rank in range(self._tp):
-            packed = self._pack_rank(groups, slices[tp_rank], counts[tp_rank])
-            if expert.w2[0].format.name != "mxfp4":  # which has no zero scale
-                packed.stats.zero -= self._padding_groups(expert, tp_rank)
-            yield packed
+            yield self._pack_rank(groups, slices[tp_rank], counts[tp_rank], self._padding_groups(expert, tp_rank))
 
     def _padding_groups(self, expert: Encoding, tp_rank: int) -> int:
-        """Groups of a rank's share that are no groups of the source."""
-        share, group = self._geometry.intermediate, expert.w2[0].format.group
-        padding = min(max((tp_rank + 1) * share - self._intermediate, 0), share)
-        return padding * self._geometry.hidden * (len(expert.w13) + 1) // group
+        """Groups of a rank's share of each matrix that are no groups of the source; MXFP4 has no scale for them."""
+        share, form = self._geometry.intermediate, expert.w2[0].format
+        if form.name == "mxfp4":
+            return 0
+        return min(max((tp_rank + 1) * share - self._intermediate, 0), share) * self._geometry.hidden // form.group
 
     def _pack_rank(
         self,
         groups: Mapping[str, list[Part]],
         slices: Mapping[str, list[tuple[Rows, Rows]]],
         counts: Mapping[str, list[Counts]],
+        padding: int,
     ) -> PackedRank:
         form = groups["w2"][0].format
         tier: Tier = "tail" if form.name == "nf3" else "kept"
         scales = BlockScales(form.group)
         rows = self._rows(tier, scales)
         global_scales: dict[str, float] = {}
-        stats = ScaleStats()
+        stats, made = ScaleStats(), ScaleStats()
         for name in MATRICES:
             n, k = self._geometry.size(name)
             codes = self._geometry.codes(tier, name)
@@ -125,8 +126,10 @@ class ExpertPacker:
                 scales.pack_rows(scale_rows, n, k, first_row, table.device, rows[f"{name}_scale"])
                 first_row += code_rows.count
             global_scales[name] = chosen.global_scale
-            stats.add(chosen.stats)
-        return PackedRank(rows, global_scales, stats)
+            for part, own in zip(groups[name], chosen.stats, strict=True):
+                own.zero -= padding
+                (made if part.made else stats).add(own)
+        return PackedRank(rows, global_scales, stats, made)
 
     def _rows(self, tier: Tier, scales: BlockScales) -> dict[str, Buffer]:
         """Page-aligned parts of the reused output buffer, one for each tensor's row."""

@@ -51,10 +51,9 @@ class ShardFile:
             self._globals[f"{tier}.{key}_global_scale"][row] = value
         if encoding.cast:
             self._cast.add(expert)
-        if encoding.stats is None:
-            self._stats[expert] = packed.stats
-        else:
-            self._quantized[expert] = quantized_record(encoding, packed.stats)
+        self._stats[expert] = packed.stats
+        if encoding.stats is not None:
+            self._quantized[expert] = quantized_record(encoding, packed.made)
 
     def finish(self, journal: Journal) -> None:
         """Write the small tensors and the header, make all durable, record it, give it its name."""
@@ -152,6 +151,8 @@ class LayerJob:
         for tp_rank, packed in enumerate(packer.pack(encoding, where)):
             if packed.stats.moved_away and self._on_mismatch == "refuse":
                 raise _too_far_apart(matrices, where, packed.stats.moved_away)
+            if packed.made.flushed or packed.made.saturated:
+                raise _out_of_range(matrices, where, packed.made)
             file = files.get(ep_rank * topology.tensor_parallel + tp_rank)
             if file is not None:
                 file.put(expert, packed, encoding)
@@ -180,15 +181,26 @@ def quantized_record(encoding: Encoding, packed: ScaleStats) -> Record:
         "groups": stats.groups,
         "subnormal": stats.subnormal,
         "saturated": stats.saturated,
-        "zero": packed.zero + packed.flushed,
+        "zero": packed.zero,
     }
+
+
+def _out_of_range(expert: Expert, where: str, made: ScaleStats) -> DataError:
+    """Quantised weights that the device's scale byte cannot hold: too large, or too far from a gate that was moved."""
+    return DataError(
+        f"{where}: {made.flushed + made.saturated} scales of quantised weights do not fit the kernel's scale byte",
+        where=expert.up.codes,
+        expected="weights of a usual size, gate and up of about the same",
+        found=f"{made.saturated} too large, {made.flushed} too small",
+        hint="--kept-format may give a format that holds them",
+    )
 
 
 def _too_far_apart(expert: Expert, where: str, blocks: int) -> DataError:
     """Gate's and up's second-level scales are a power of two apart, but one too large for block scales to take in."""
     return DataError(
         f"{where}: gate's and up's second-level scales are so far apart that {blocks} blocks would become zero",
-        where=None if expert.gate is None else expert.gate.second,
+        where=None if expert.gate is None else expert.gate.second or expert.gate.codes,
         expected="second-level scales that block scales can make up for exactly",
         hint="--on-scale-mismatch requantize lets them become zero, and counts them",
     )

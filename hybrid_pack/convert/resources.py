@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hybrid_pack.convert.base import CHUNK_BYTES
 from hybrid_pack.convert.encode import CHUNK_ROWS
+from hybrid_pack.convert.gptq import HELD
 from hybrid_pack.errors import EnvironmentFailure, UsageError
 from hybrid_pack.plan import Plan
 
@@ -22,6 +23,12 @@ HEADER_BYTES = 13_000
 
 HESSIAN_BYTES = 36
 """For each pair of channels: as read, in float64, its factor, and what factoring needs."""
+
+HELD_BYTES = 16
+"""For each pair of channels of a Hessian that is kept: itself and its factor, in float64."""
+
+TORCH_BYTES = 400 << 20
+"""What importing torch and its first products take."""
 
 MAX_WORKERS = 1024
 
@@ -65,7 +72,12 @@ def _worker_bytes(plan: Plan) -> int:
 def _process_bytes(plan: Plan) -> int:
     """What does not depend on the workers: the program, and the headers of every expert."""
     experts = sum(len(layer.experts) for layer in plan.source.layers.values())
-    return PROCESS_BYTES + experts * HEADER_BYTES
+    process = PROCESS_BYTES + experts * HEADER_BYTES
+    if plan.quantization.hessians is not None:
+        process += TORCH_BYTES + HELD * HELD_BYTES * max(plan.source.hidden, plan.intermediate) ** 2
+    elif plan.quantization.device != "cpu":
+        process += TORCH_BYTES
+    return process
 
 
 def raise_open_files() -> None:

@@ -129,27 +129,24 @@ class MatrixScales:
     Attributes:
         tables: One for each part (gate and up for w13, down for w2).
         global_scale: f32 value.
-        stats: Counts over the parts.
+        stats: Counts of each part.
     """
 
     tables: tuple[ScaleTable, ...]
     global_scale: float
-    stats: ScaleStats
+    stats: tuple[ScaleStats, ...]
 
 
-def _stats(counts: list[Counts], tables: list[ScaleTable], zero_bytes: NDArray[np.int64]) -> ScaleStats:
-    total = ScaleStats()
-    for count, table in zip(counts, tables, strict=True):
-        used = count > 0
-        total.add(
-            ScaleStats(
-                zero=int(count[zero_bytes].sum()),
-                flushed=int(count[table.flushed].sum()),
-                saturated=int(count[table.saturated].sum()),
-                worst_error=float(table.error[used & ~table.saturated].max(initial=0.0)),
-            )
+def _stats(counts: list[Counts], tables: list[ScaleTable], zero_bytes: NDArray[np.int64]) -> tuple[ScaleStats, ...]:
+    return tuple(
+        ScaleStats(
+            zero=int(count[zero_bytes].sum()),
+            flushed=int(count[table.flushed].sum()),
+            saturated=int(count[table.saturated].sum()),
+            worst_error=float(table.error[(count > 0) & ~table.saturated].max(initial=0.0)),
         )
-    return total
+        for count, table in zip(counts, tables, strict=True)
+    )
 
 
 def choose(forms: list[SourceFormat], counts: list[Counts], seconds: list[float]) -> MatrixScales:
@@ -175,5 +172,6 @@ def choose(forms: list[SourceFormat], counts: list[Counts], seconds: list[float]
     tables = [_nvfp4_table(ratio, factor) for ratio in ratios]
     stats = _stats(counts, tables, _ZERO_E4M3)
     unmoved = _nvfp4_table(1.0, factor).flushed
-    stats.moved_away = sum(int(c[t.flushed & ~unmoved].sum()) for c, t in zip(counts, tables, strict=True))
+    for own, count, table in zip(stats, counts, tables, strict=True):
+        own.moved_away = int(count[table.flushed & ~unmoved].sum())
     return MatrixScales(tuple(tables), scale_bytes.nvfp4_global_scale(second, factor), stats)

@@ -8,14 +8,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_pack.errors import UsageError
+from hybrid_pack.errors import DataError, UsageError
+from hybrid_pack.formats.nf3 import GROUP
 from hybrid_pack.io.calibration import Statistics, Wanted
 from hybrid_pack.io.checkpoint import Checkpoint
+from hybrid_pack.io.config import CONFIG
 from hybrid_pack.io.digest import blake3_digest, blake3_file
 from hybrid_pack.io.hessians import open_hessians
 from hybrid_pack.io.importance import open_importance
-from hybrid_pack.io.safetensors import read_header
 from hybrid_pack.quantize import Search
+from hybrid_pack.quantize.book import nf3_book
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Quantization:
         importance: None without one.
         hessians: Likewise.
         importance_digest: Of its file.
-        hessians_digest: Of the digests of its files' headers.
+        hessians_digest: Of the digests of its files.
         device: As in the options.
     """
 
@@ -54,6 +56,11 @@ class Quantization:
     importance_digest: str | None
     hessians_digest: str | None
     device: str
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Files that are read while experts are quantised."""
+        return tuple(path for given in (self.importance, self.hessians) if given is not None for path in given.paths)
 
 
 def made_experts(source: Checkpoint, layers: Iterable[int], tiers: Iterable[str]) -> dict[int, list[int]]:
@@ -67,6 +74,35 @@ def made_experts(source: Checkpoint, layers: Iterable[int], tiers: Iterable[str]
                 if not all(m.native_to(target) for m in layer.experts[expert].matrices):
                     found.setdefault(index, []).append(expert)
     return found
+
+
+def _require_groups(source: Checkpoint, made: Mapping[int, Iterable[int]]) -> None:
+    """Columns of quantised matrices are whole groups.
+
+    Raises:
+        DataError: They are not.
+    """
+    for what, size in (("hidden size", source.hidden), ("intermediate size", source.intermediate)):
+        if made and size % GROUP:
+            layer, experts = next(iter(made.items()))
+            raise DataError(
+                f"layer {layer} expert {next(iter(experts))} would have to be quantised in groups of {GROUP} columns",
+                where=source.root,
+                expected=f"a {what} that is a multiple of {GROUP}",
+                found=size,
+            )
+
+
+def _require_levels(source: Checkpoint) -> None:
+    """The quantiser takes the model's NF3 levels.
+
+    Raises:
+        DataError: It does not.
+    """
+    try:
+        nf3_book(source.config.nf3_levels)
+    except ValueError as error:
+        raise DataError("nf3_levels", where=source.root / CONFIG, found=error) from None
 
 
 def open_quantization(source: Checkpoint, layers: Iterable[int], options: QuantizeOptions) -> Quantization:
@@ -84,17 +120,19 @@ def open_quantization(source: Checkpoint, layers: Iterable[int], options: Quanti
             found=f"search {options.search}, importance {given}",
         )
     layers = tuple(layers)
+    made = made_experts(source, layers, ("kept", "tail"))
+    _require_groups(source, made)
+    if any(e in source.layers[i].tail for i, experts in made.items() for e in experts):
+        _require_levels(source)
     channels = {"gate_up": source.hidden, "down": source.intermediate}
     importance = hessians = importance_digest = hessians_digest = None
     if options.importance is not None:
-        importance = open_importance(
-            options.importance, Wanted(made_experts(source, layers, ("kept", "tail")), channels)
-        )
+        searched = made if options.hessians is None else made_experts(source, layers, ("kept",))
+        importance = open_importance(options.importance, Wanted(searched, channels))
         importance_digest = blake3_file(options.importance)
     if options.hessians is not None:
         hessians = open_hessians(options.hessians, Wanted(made_experts(source, layers, ("tail",)), channels))
-        headers = [read_header(path).digest for path in hessians.paths]
-        hessians_digest = blake3_digest(json.dumps(headers).encode())
+        hessians_digest = blake3_digest(json.dumps([blake3_file(path) for path in hessians.paths]).encode())
     return Quantization(options.search, importance, hessians, importance_digest, hessians_digest, options.device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hybrid_pack.quantize.cast import mxfp4_to_nvfp4
+from hybrid_pack.quantize.lift import lift_subnormal
 from hybrid_pack.quantize.rows import (
     SEARCHES,
     Search,
@@ -17,6 +18,7 @@ __all__ = [
     "SEARCHES",
     "QuantStats",
     "Search",
+    "lift_subnormal",
     "mxfp4_to_nvfp4",
     "nvfp4_second_scale",
     "quantize_mxfp4",

@@ -1,0 +1,66 @@
+"""NVFP4 block scales that the device cannot hold beside the largest: they become zero or the smallest it holds.
+
+b12x 1.1.0 flushes block scales below 2^-6, E4M3's subnormals, when the largest of a matrix is near 448, as it is where
+this package chooses the second-level scale. The better of the neighbours that every rank can hold is taken instead.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_pack.formats import e2m1, e4m3
+from hybrid_pack.quantize.stats import QuantStats
+
+F32 = NDArray[np.float32]
+U8 = NDArray[np.uint8]
+
+GROUP = 16
+SMALLEST_BYTE = 8
+"""E4M3 byte of 2^-6, the smallest normal number."""
+
+_MIDPOINTS = (np.array(e2m1.MAGNITUDES[1:]) + np.array(e2m1.MAGNITUDES[:-1])) / 2
+
+
+def _nearest(weights: NDArray[np.float64], scale: float) -> U8:
+    """E2M1 codes of the nearest levels; midway the one nearer zero, and never -0."""
+    magnitude = np.searchsorted(_MIDPOINTS, np.abs(weights) / scale, side="left").astype(np.uint8)
+    return np.where((weights < 0) & (magnitude > 0), magnitude | 8, magnitude).astype(np.uint8)
+
+
+def lift_subnormal(
+    weights: F32, second: float, importance: F32 | None, codes: U8, scales: U8, stats: QuantStats
+) -> None:
+    """Replace subnormal block scales in place.
+
+    Args:
+        weights: f32 [N, K].
+        second: Second-level scale.
+        importance: f32 [K], or None.
+        codes: u8 [N, K/2], changed.
+        scales: u8 [N, K/16], changed: none of 1 to 7 is left.
+        stats: Of these rows, changed.
+    """
+    rows, groups = np.nonzero((scales > 0) & (scales < SMALLEST_BYTE))
+    if not rows.size:
+        return
+    n, k = weights.shape
+    exact = weights.reshape(n, k // GROUP, GROUP)[rows, groups].astype(np.float64)
+    channels = np.ones(k) if importance is None else importance.astype(np.float64)
+    weight = channels.reshape(k // GROUP, GROUP)[groups]
+    packed = codes.reshape(n, k // GROUP, GROUP // 2)
+    pairs = packed[rows, groups]
+    before = np.stack([pairs & 15, pairs >> 4], axis=2).reshape(-1, GROUP)
+    old = exact - e2m1.VALUES[before] * (e4m3.VALUES[scales[rows, groups]] * second)[:, None]
+    scale = float(e4m3.VALUES[SMALLEST_BYTE]) * second
+    lifted = _nearest(exact, scale)
+    new = exact - e2m1.VALUES[lifted] * scale
+    to_zero = (weight * exact**2).sum(axis=1) <= (weight * new**2).sum(axis=1)
+    lifted[to_zero] = 0
+    new[to_zero] = exact[to_zero]
+    packed[rows, groups] = lifted[:, 0::2] | lifted[:, 1::2] << 4
+    scales[rows, groups] = np.where(to_zero, 0, SMALLEST_BYTE)
+    stats.error += float((new**2).sum() - (old**2).sum())
+    stats.weighted_error += float((weight * new**2).sum() - (weight * old**2).sum())
+    stats.subnormal -= rows.size
+    stats.zero += int(to_zero.sum())
