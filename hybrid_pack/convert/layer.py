@@ -199,7 +199,7 @@ def _out_of_range(expert: Expert, where: str, made: ScaleStats) -> DataError:
 def _too_far_apart(expert: Expert, where: str, blocks: int) -> DataError:
     """Gate's and up's second-level scales are a power of two apart, but one too large for block scales to take in."""
     return DataError(
-        f"{where}: gate's and up's second-level scales are so far apart that {blocks} blocks would become zero",
+        f"{where}: gate and up are so far apart in their second-level scales that {blocks} blocks would become zero",
         where=None if expert.gate is None else expert.gate.second or expert.gate.codes,
         expected="second-level scales that block scales can make up for exactly",
         hint="--on-scale-mismatch requantize lets them become zero, and counts them",

@@ -300,7 +300,7 @@ def _check_report(manifest: Manifest, refuse: Any) -> None:
 
 
 def _check_quantized(manifest: Manifest, refuse: Any) -> None:
-    entries = manifest.report.experts_quantized
+    entries, report_options = manifest.report.experts_quantized, manifest.report.options
     order = [(entry.layer, entry.tier) for entry in entries]
     if order != sorted(set(order)):
         refuse("report.experts_quantized is not in order", "each (layer, tier) once, ascending", order[:8])
@@ -316,6 +316,12 @@ def _check_quantized(manifest: Manifest, refuse: Any) -> None:
             refuse(f"report.experts_quantized of {where_it_is}", "ascending ids of that tier", list(entry.experts)[:8])
         if len(entry.sqnr_db) != len(entry.experts):
             refuse(f"report.experts_quantized of {where_it_is}: sqnr_db", len(entry.experts), len(entry.sqnr_db))
+        tail_method = report_options.search if report_options.hessians is None else "gptq"
+        method = tail_method if entry.tier == "tail" else report_options.search
+        if entry.method != method:
+            refuse(
+                f"report.experts_quantized of {where_it_is}: method is not that of the options", method, entry.method
+            )
         counted = max(entry.groups_zero_scale, entry.scales_subnormal, entry.scales_saturated)
         if counted > entry.groups:
             refuse(f"report.experts_quantized of {where_it_is}: counts", f"at most {entry.groups}", counted)

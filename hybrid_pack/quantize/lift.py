@@ -1,7 +1,7 @@
 """NVFP4 block scales that the device cannot hold beside the largest: they become zero or the smallest it holds.
 
 b12x 1.1.0 flushes block scales below 2^-6, E4M3's subnormals, when the largest of a matrix is near 448, as it is where
-this package chooses the second-level scale. The better of the neighbours that every rank can hold is taken instead.
+this package chooses the second-level scale. The best that every rank can hold is taken instead.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ U8 = NDArray[np.uint8]
 GROUP = 16
 SMALLEST_BYTE = 8
 """E4M3 byte of 2^-6, the smallest normal number."""
+
+LARGEST_BYTE = 47
+"""Of 2^-2 times 1.875: a group that would take a subnormal scale has no weight of a quarter of it, so that larger ones
+give zero."""
 
 _MIDPOINTS = (np.array(e2m1.MAGNITUDES[1:]) + np.array(e2m1.MAGNITUDES[:-1])) / 2
 
@@ -52,15 +56,19 @@ def lift_subnormal(
     pairs = packed[rows, groups]
     before = np.stack([pairs & 15, pairs >> 4], axis=2).reshape(-1, GROUP)
     old = exact - e2m1.VALUES[before] * (e4m3.VALUES[scales[rows, groups]] * second)[:, None]
-    scale = float(e4m3.VALUES[SMALLEST_BYTE]) * second
-    lifted = _nearest(exact, scale)
-    new = exact - e2m1.VALUES[lifted] * scale
-    to_zero = (weight * exact**2).sum(axis=1) <= (weight * new**2).sum(axis=1)
-    lifted[to_zero] = 0
-    new[to_zero] = exact[to_zero]
+    best = (weight * exact**2).sum(axis=1)  # of zero, which a tie keeps
+    lifted, chosen, new = np.zeros_like(before), np.zeros(len(rows), np.uint8), exact.copy()
+    for byte in range(SMALLEST_BYTE, LARGEST_BYTE + 1):
+        scale = float(e4m3.VALUES[byte]) * second
+        trial = _nearest(exact, scale)
+        left = exact - e2m1.VALUES[trial] * scale
+        error = (weight * left**2).sum(axis=1)
+        better = error < best
+        best[better], chosen[better] = error[better], byte
+        lifted[better], new[better] = trial[better], left[better]
     packed[rows, groups] = lifted[:, 0::2] | lifted[:, 1::2] << 4
-    scales[rows, groups] = np.where(to_zero, 0, SMALLEST_BYTE)
+    scales[rows, groups] = chosen
     stats.error += float((new**2).sum() - (old**2).sum())
     stats.weighted_error += float((weight * new**2).sum() - (weight * old**2).sum())
     stats.subnormal -= rows.size
-    stats.zero += int(to_zero.sum())
+    stats.zero += int((chosen == 0).sum())

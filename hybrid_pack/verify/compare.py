@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from hybrid_pack.verify.quantised import (
 )
 from hybrid_pack.verify.report import Recorder
 from hybrid_pack.verify.scale_rules import expected_global_scale, nvfp4_values, scale_rule
-from hybrid_pack.verify.stored import Share, StoredExpert
+from hybrid_pack.verify.stored import F32, Share, StoredExpert
 
 EXPERTS = "experts against the source"
 
@@ -49,7 +49,8 @@ class Counts:
         zero: Groups whose stored scale is zero.
         flushed: Groups too small for the kernel.
         saturated: Groups too large for it.
-        quality: Squares of weights and differences of quantised experts, by layer and expert.
+        cast: Experts of MXFP4 that are NVFP4 now, with the same values.
+        quality: Of quantised experts, by layer and expert.
     """
 
     weights: int = 0
@@ -57,6 +58,7 @@ class Counts:
     zero: int = 0
     flushed: int = 0
     saturated: int = 0
+    cast: int = 0
     quality: dict[tuple[int, int], Quality] = field(default_factory=dict)
 
     def add_signal(self, layer: int, expert: int, weights: NDArray[np.float32]) -> None:
@@ -71,8 +73,9 @@ class Counts:
         self.zero += other.zero
         self.flushed += other.flushed
         self.saturated += other.saturated
+        self.cast += other.cast
         for key, quality in other.quality.items():
-            self.quality.setdefault(key, Quality()).sums += quality.sums
+            self.quality.setdefault(key, Quality()).add(quality)
 
 
 @dataclass(frozen=True)
@@ -149,9 +152,33 @@ class Packed:
 
 Given = tuple[str, Matrix, float]
 """(role, stored matrix, its second-level scale)."""
-Comparison = Callable[[Packed, Share, str, Counts], None]
 ROLES = ("gate", "up", "down")
 FORMS = {"nvfp4": NVFP4, "mxfp4": MXFP4}
+
+
+@dataclass(frozen=True)
+class Matter:
+    """A device matrix of an expert on a rank, at hand.
+
+    Attributes:
+        expert: Global id.
+        where: Layer and expert in words.
+        name: ``w13`` or ``w2``.
+        target: Format of its tier.
+        method: By which the expert was quantised; None where it was not.
+        packed: What the rank has.
+        share: What of the source that is.
+        counts: Added to.
+    """
+
+    expert: int
+    where: str
+    name: MatrixName
+    target: str
+    method: str | None
+    packed: Packed
+    share: Share
+    counts: Counts
 
 
 @dataclass(frozen=True)
@@ -203,6 +230,7 @@ class LayerComparison:
         self._geometry = rank_geometry(manifest)
         self._intermediate = source.intermediate
         self._levels = source.config.nf3_levels
+        self._levels32 = np.asarray(self._levels, np.float32)
         self._kept_format = manifest.layers[str(index)].kept_scale_format
         requantized = manifest.report.experts_requantized
         self._errors = {r.expert: r.worst_relative_error for r in requantized if r.layer == index}
@@ -225,47 +253,57 @@ class LayerComparison:
         stored = StoredExpert(self._stored.experts[expert], where, self._reader, self._buffers, self._levels)
         counts.read_bytes += stored.read_bytes
         groups: tuple[tuple[MatrixName, slice], ...] = (("w13", slice(0, -1)), ("w2", slice(-1, None)))
+        cast = False
         for name, which in groups:
             ours = list(zip(ROLES[-len(matrices) :], matrices, stored.seconds, strict=True))[which]
-            self._group(expert, name, ours, stored, counts)
+            cast = self._group(expert, name, ours, stored, counts) or cast
+        counts.cast += cast and expert not in self._methods
         return counts
 
-    def _group(self, expert: int, name: MatrixName, ours: list[Given], stored: StoredExpert, counts: Counts) -> None:
-        """One device matrix on every rank."""
+    def _group(self, expert: int, name: MatrixName, ours: list[Given], stored: StoredExpert, counts: Counts) -> bool:
+        """One device matrix on every rank; whether it was cast."""
         shards = [shard for shard in self.shards if expert in shard.rows]
         if not shards:
-            return
+            return False
         tier = shards[0].rows[expert][0]
         target = "nf3" if tier == "tail" else str(self._stored.kept_format)
         method = self._methods.get(expert)
-        exact: Comparison | None = None
-        if all(matrix.native_to(target) for _, matrix, _ in ours):
-            exact = self._moved(name, ours, stored)
-        elif self._is_cast(target, method, ours, stored):
-            exact = self._cast(name, ours, stored)
-        if exact is not None:
-            compare = exact
-            if method is not None:  # beside matrices that were quantised: the expert's error is of all of them
-                for role, matrix, second in ours:
-                    counts.add_signal(self.layer, expert, stored.weights(role, matrix, second))
-        elif method is not None:
-            compare = self._quantised(expert, name, target, method, ours, stored, counts)
-        else:
+        where = f"layer {self.layer} expert {expert}"
+        made = [not matrix.native_to(target) for _, matrix, _ in ours]
+        cast = all(made) and self._is_cast(target, method, ours, stored)
+        if any(made) and not cast and method is None:
             found = "+".join(matrix.format.name for _, matrix, _ in ours)
             self._recorder.find(
                 EXPERTS, MANIFEST, "the report does not say that this expert was quantised",
-                where=f"layer {self.layer} expert {expert} {name}", expected=target.upper(), found=found.upper(),
+                where=f"{where} {name}", expected=target.upper(), found=found.upper(),
             )  # fmt: skip
-            return
+            return False
+        seconds = [second for _, _, second in ours]
+        weights: list[F32 | None] = [None] * len(ours)
+        if method is not None:  # the expert's error is of all its matrices, those that were moved too
+            weights = [stored.weights(role, matrix, second) for role, matrix, second in ours]
+            exact = [w for w, quantised in zip(weights, made, strict=True) if w is not None and (cast or not quantised)]
+            for own in exact:
+                counts.add_signal(self.layer, expert, own)
+        if any(made) and not cast and target == "nvfp4":
+            largest = max(float(np.abs(w).max()) for w, q in zip(weights, made, strict=True) if q and w is not None)
+            native = [None if q else second for q, second in zip(made, seconds, strict=True)]
+            seconds = nvfp4_seconds(largest, native)
         for shard in shards:
             share = Share.of(shard.tp_rank, self._geometry.intermediate, self._intermediate)
             packed = self._unpacked(shard, expert, name, counts)
-            where = f"layer {self.layer} expert {expert}"
             self._padding(packed, name, share, len(ours), where)
             if share.count:
-                compare(packed, share, where, counts)
+                one = Matter(expert, where, name, target, method, packed, share, counts)
+                if cast:
+                    self._cast(one, ours, stored)
+                elif not any(made):
+                    self._moved(one, ours, stored)
+                else:
+                    self._mixed(one, ours, stored, made, seconds, weights)
             for _, matrix, _ in ours:
                 counts.weights += share.count * (matrix.columns if name == "w13" else matrix.rows)
+        return cast
 
     @staticmethod
     def _is_cast(target: str, method: str | None, ours: list[Given], stored: StoredExpert) -> bool:
@@ -305,84 +343,92 @@ class LayerComparison:
         """Device byte of MXFP4's stored byte 0."""
         return round(-math.log2(packed.global_scale)) if packed.global_scale > 0 else 0
 
-    def _moved(self, name: MatrixName, ours: list[Given], stored: StoredExpert) -> Comparison:
-        """Against what the source stores in the same format."""
-        rows = [(role, matrix, second, stored.rows(matrix)) for role, matrix, second in ours]
+    def _part(self, one: Matter, given: Given, stored: StoredExpert) -> Part:
+        """A rank's share of a matrix that is stored in the format of its tier."""
+        role, matrix, second = given
+        form = matrix.format if matrix.format.name == "nf3" else FORMS[matrix.format.name]
+        rows, by_rows = stored.rows(matrix), one.name == "w13"
+        codes, scales = (_cut(one.share, by_rows, a, matrix.columns) for a in (rows.codes, rows.scales))
+        return Part(role, form, second, codes, scales)
 
-        def compare(packed: Packed, share: Share, where: str, counts: Counts) -> None:
-            by_rows = name == "w13"
-            parts = []
-            for role, matrix, second, own in rows:
-                form = matrix.format if matrix.format.name == "nf3" else FORMS[matrix.format.name]
-                codes, scales = (_cut(share, by_rows, a, matrix.columns) for a in (own.codes, own.scales))
-                parts.append(Part(role, form, second, codes, scales))
-            self._compare_parts(packed, parts, where, counts)
+    def _moved(self, one: Matter, ours: list[Given], stored: StoredExpert) -> None:
+        """Against what the source stores in the same format: codes, scales, and the global scale that follows."""
+        packed, parts = one.packed, [self._part(one, given, stored) for given in ours]
+        error = self._errors.get(one.expert, 0.0) if one.name == "w13" else 0.0
+        seconds = [part.second for part in parts]
+        wanted = expected_global_scale(parts[0].form, seconds, [part.scales for part in parts])
+        if packed.global_scale != wanted:
+            self._recorder.find(
+                EXPERTS, packed.path, "not the global scale of these scales",
+                where=f"{one.where} ({packed.tier}.{packed.name}_global_scale[{packed.row}])",
+                expected=f"{wanted:.9g}", found=f"{packed.global_scale:.9g}",
+            )  # fmt: skip
+        if error and len({math.frexp(second)[0] for second in seconds}) == 1:
+            self._recorder.find(
+                EXPERTS, MANIFEST, "the report calls an expert requantised that needs no rounding", where=one.where
+            )
+            error = 0.0
+        for i, part in enumerate(parts):
+            self._same(one, part, *packed.part(i, len(parts)), error)
 
-        return compare
+    def _same(self, one: Matter, part: Part, codes: U8, device: U8, error: float) -> None:
+        """Codes bit for bit, scales as values."""
+        place = f"{one.where} {part.role} ({one.packed.label})"
+        self._codes(one.packed.path, place, part.codes, codes[: part.codes.shape[0], : part.codes.shape[1]])
+        device = device[: part.scales.shape[0], : part.scales.shape[1]]
+        self._scales(one.packed.path, place, part, device, one.packed.global_scale, error, one.counts)
 
-    def _cast(self, name: MatrixName, ours: list[Given], stored: StoredExpert) -> Comparison:
+    def _cast(self, one: Matter, ours: list[Given], stored: StoredExpert) -> None:
         """MXFP4 in a tier of NVFP4: the same codes, and scales that mean the same."""
-        rows = [(role, matrix, stored.rows(matrix)) for role, matrix, _ in ours]
+        packed, by_rows = one.packed, one.name == "w13"
+        for i, (role, matrix, _) in enumerate(ours):
+            rows = stored.rows(matrix)
+            codes, device = packed.part(i, len(ours))
+            wanted = _cut(one.share, by_rows, rows.codes, matrix.columns)
+            scales = np.repeat(_cut(one.share, by_rows, rows.scales, matrix.columns), 2, axis=1)
+            device = device[: scales.shape[0], : scales.shape[1]]
+            label = f"{one.where} {role} ({packed.label})"
+            self._codes(packed.path, label, wanted, codes[: wanted.shape[0], : wanted.shape[1]])
+            used = np.repeat(used_groups(wanted), 2, axis=1)
+            one.counts.zero += int((~used).sum())
+            values = nvfp4_values(packed.global_scale)[device]
+            wrong = np.where(used, values != e8m0.VALUES[scales], values != 0)
+            if wrong.any():
+                at = np.unravel_index(int(wrong.argmax()), wrong.shape)
+                self._recorder.find(
+                    EXPERTS, packed.path, f"{int(wrong.sum())} scales are not the source's",
+                    where=f"{label} row {at[0]} group {at[1]}",
+                    expected=f"{e8m0.VALUES[scales[at]] if used[at] else 0.0:.9g}", found=f"{values[at]:.9g}",
+                )  # fmt: skip
 
-        def compare(packed: Packed, share: Share, where: str, counts: Counts) -> None:
-            by_rows = name == "w13"
-            for i, (role, matrix, own) in enumerate(rows):
-                codes, device = packed.part(i, len(rows))
-                wanted = _cut(share, by_rows, own.codes, matrix.columns)
-                scales = np.repeat(_cut(share, by_rows, own.scales, matrix.columns), 2, axis=1)
-                codes, device = (
-                    codes[: wanted.shape[0], : wanted.shape[1]],
-                    device[: scales.shape[0], : scales.shape[1]],
-                )
-                label = f"{where} {role} ({packed.label})"
-                self._codes(packed.path, label, wanted, codes)
-                used = np.repeat(used_groups(wanted), 2, axis=1)
-                values = nvfp4_values(packed.global_scale)[device]
-                wrong = np.where(used, values != e8m0.VALUES[scales], (values != 0) & (values != e8m0.VALUES[scales]))
-                if wrong.any():
-                    at = np.unravel_index(int(wrong.argmax()), wrong.shape)
-                    self._recorder.find(
-                        EXPERTS, packed.path, f"{int(wrong.sum())} scales are not the source's",
-                        where=f"{label} row {at[0]} group {at[1]}", expected=f"{e8m0.VALUES[scales[at]]:.9g}",
-                        found=f"{values[at]:.9g}",
-                    )  # fmt: skip
-
-        return compare
-
-    def _quantised(
-        self, expert: int, name: MatrixName, target: str, method: str, ours: list[Given], stored: StoredExpert,
-        counts: Counts,
-    ) -> Comparison:  # fmt: skip
-        """Against the weights: codes, scales and error."""
-        weights = [stored.weights(role, matrix, second) for role, matrix, second in ours]
-        native = [second if matrix.native_to(target) else None for _, matrix, second in ours]
-        seconds = [1.0] * len(ours)
-        if target == "nvfp4":
-            made = [w for w, own in zip(weights, native, strict=True) if own is None]
-            seconds = nvfp4_seconds(max(float(np.abs(w).max()) for w in made), native)
-        quality = counts.quality.setdefault((self.layer, expert), Quality())
-        levels = np.asarray(self._levels, np.float32)
-
-        def compare(packed: Packed, share: Share, where: str, counts: Counts) -> None:
-            for i, (role, matrix, _) in enumerate(ours):
-                codes, device = packed.part(i, len(ours))
-                label = f"{where} {role} ({packed.label})"
-                mine = np.ascontiguousarray(_cut(share, name == "w13", weights[i], matrix.columns))
-                scales = stored_bytes(target, device, packed.global_scale, seconds, i)
-                if scales is None:
-                    self._recorder.find(
-                        EXPERTS, packed.path, "not a global scale of these weights", where=label,
-                        expected=f"{max(seconds):.9g} * 2^119 over a power of two", found=f"{packed.global_scale:.9g}",
-                    )  # fmt: skip
-                    return
-                codes = np.ascontiguousarray(codes[: mine.shape[0], : packed.width(codes, mine.shape[1])])
-                scales = np.ascontiguousarray(scales[: mine.shape[0], : packed.width(scales, mine.shape[1])])
-                how = method if matrix.format.name != target else "gptq"  # which says nothing of codes and scales
-                for fault in check_part(target, how, mine, codes, scales, seconds[i], levels, quality):
-                    place = f"{label} row {fault.row} {fault.unit} {fault.column}"
-                    self._recorder.find(EXPERTS, packed.path, fault.what, where=place)
-
-        return compare
+    def _mixed(
+        self, one: Matter, ours: list[Given], stored: StoredExpert, made: list[bool], seconds: list[float],
+        weights: list[F32 | None],
+    ) -> None:  # fmt: skip
+        """A device matrix with parts that were quantised: these against their weights, others as they are stored."""
+        packed = one.packed
+        quality = one.counts.quality.setdefault((self.layer, one.expert), Quality())
+        for i, (given, own) in enumerate(zip(ours, weights, strict=True)):
+            role, matrix, _ = given
+            codes, device = packed.part(i, len(ours))
+            label = f"{one.where} {role} ({packed.label})"
+            scales = stored_bytes(one.target, device, packed.global_scale, seconds, i)
+            if scales is None:
+                self._recorder.find(
+                    EXPERTS, packed.path, "not a global scale of these weights", where=label,
+                    expected=f"{max(seconds):.9g} * 2^119 over a power of two", found=f"{packed.global_scale:.9g}",
+                )  # fmt: skip
+                return
+            if not made[i]:
+                self._same(one, self._part(one, given, stored), codes, device, 0.0)
+                continue
+            assert own is not None and one.method is not None
+            mine = np.ascontiguousarray(_cut(one.share, one.name == "w13", own, matrix.columns))
+            codes = np.ascontiguousarray(codes[: mine.shape[0], : packed.width(codes, mine.shape[1])])
+            scales = np.ascontiguousarray(scales[: mine.shape[0], : packed.width(scales, mine.shape[1])])
+            for fault in check_part(one.target, one.method, mine, codes, scales, seconds[i], self._levels32, quality):
+                place = f"{label} row {fault.row} {fault.unit} {fault.column}"
+                self._recorder.find(EXPERTS, packed.path, fault.what, where=place)
 
     def _packed(self, shard: PackedShard, name: str, row: int, counts: Counts) -> U8:
         """One expert's row of a tensor of a shard."""
@@ -391,29 +437,6 @@ class LayerComparison:
         self._reader.read(located, buffer, row * size)
         counts.read_bytes += size
         return buffer
-
-    def _compare_parts(self, packed: Packed, parts: list[Part], where: str, counts: Counts) -> None:
-        expert_where, label = where, packed.label
-        error = self._errors.get(int(where.rsplit(" ", 1)[1]), 0.0) if packed.name == "w13" else 0.0
-        seconds = [part.second for part in parts]
-        wanted = expected_global_scale(parts[0].form, seconds, [part.scales for part in parts])
-        if packed.global_scale != wanted:
-            self._recorder.find(
-                EXPERTS, packed.path, "not the global scale of these scales",
-                where=f"{expert_where} ({packed.tier}.{packed.name}_global_scale[{packed.row}])",
-                expected=f"{wanted:.9g}", found=f"{packed.global_scale:.9g}",
-            )  # fmt: skip
-        if error and len({math.frexp(second)[0] for second in seconds}) == 1:
-            self._recorder.find(
-                EXPERTS, MANIFEST, "the report calls an expert requantised that needs no rounding", where=expert_where
-            )
-            error = 0.0
-        for i, part in enumerate(parts):
-            codes, device = packed.part(i, len(parts))
-            place = f"{where} {part.role} ({label})"
-            self._codes(packed.path, place, part.codes, codes[: part.codes.shape[0], : part.codes.shape[1]])
-            device = device[: part.scales.shape[0], : part.scales.shape[1]]
-            self._scales(packed.path, place, part, device, packed.global_scale, error, counts)
 
     def _codes(self, path: str, where: str, wanted: U8, found: U8) -> None:
         if np.array_equal(wanted, found):

@@ -18,6 +18,9 @@ from hybrid_pack.jit import inline, kernel
 MARGIN = 4e-6
 """Of a distance, relative to the largest magnitude in its group: some roundings of binary32."""
 
+FLOOR = 1e-40
+"""Of a distance: binary32 is no help below it."""
+
 ERROR_MARGIN = 1e-4
 """Of a group's squared error, relative to itself: sums in another order decide near ties otherwise."""
 
@@ -52,8 +55,9 @@ def nf3_ladder(limit: float) -> ScaleLadder:
 
 
 def nvfp4_ladder(second: float) -> ScaleLadder:
-    """E4M3 scales times a second-level scale."""
-    return ScaleLadder.of(np.nan_to_num(e4m3.VALUES) * second, np.arange(256) < 0x7F)
+    """E4M3 scales times a second-level scale; none that is subnormal, which the device would take for zero."""
+    byte = np.arange(256)
+    return ScaleLadder.of(np.nan_to_num(e4m3.VALUES) * second, (byte == 0) | ((byte >= 8) & (byte < 0x7F)))
 
 
 def mxfp4_ladder() -> ScaleLadder:
@@ -109,7 +113,7 @@ def examine(  # type: ignore[no-untyped-def]
                 here[i] = weights[row, g * group + i]
                 largest = max(largest, abs(here[i]))
                 signal += np.float64(here[i]) * np.float64(here[i])
-            margin = np.float32(MARGIN) * largest
+            margin = np.float32(MARGIN) * largest + np.float32(FLOOR)
             _distances(here, levels, scale, best)
             least_error = 0.0
             for i in range(group):

@@ -18,6 +18,9 @@ from hybrid_pack.verify.stored import F32, U8
 NVFP4_LARGEST = 6.0 * 256.0
 """What the second-level scale brings the largest magnitude to."""
 
+SMALLEST_SECOND = 2.0**-126
+"""So that it has an inverse in binary32."""
+
 NEAREST = frozenset({"absmax", "mse", "weighted"})
 """Methods whose codes are the nearest levels."""
 CAST_OCTAVES = 14
@@ -32,9 +35,22 @@ class Quality:
 
     Attributes:
         sums: f64 [2], squares of the weights and of the differences.
+        groups: Groups of its quantised matrices.
+        zero: Those with scale zero.
+        subnormal: Those with a subnormal E4M3 scale.
     """
 
     sums: NDArray[np.float64] = field(default_factory=lambda: np.zeros(2))
+    groups: int = 0
+    zero: int = 0
+    subnormal: int = 0
+
+    def add(self, other: Quality) -> None:
+        """Add another's."""
+        self.sums = self.sums + other.sums
+        self.groups += other.groups
+        self.zero += other.zero
+        self.subnormal += other.subnormal
 
     def sqnr_db(self) -> float | None:
         """10 log10 of their ratio; None where there is no difference."""
@@ -75,7 +91,7 @@ def can_be_cast(matrices: Sequence[NativeRows]) -> bool:
 def second_scale_of(largest: float) -> float:
     """NVFP4's second-level scale of matrices with this largest magnitude (binary32)."""
     value = float(np.float32(largest) / np.float32(NVFP4_LARGEST))
-    return value if value > 0 else 1.0
+    return max(value, SMALLEST_SECOND) if largest > 0 else 1.0
 
 
 def nvfp4_seconds(largest: float, native: Sequence[float | None]) -> list[float]:
@@ -120,6 +136,10 @@ def stored_bytes(target: str, device: U8, global_scale: float, seconds: Sequence
     return np.asarray(table[device], np.uint8)
 
 
+SMALLEST_NORMAL_BYTE = 8
+"""E4M3 byte of 2^-6; smaller scales but zero are subnormal, and the device has none of them for NVFP4."""
+
+
 def _ladder(target: str, second: float) -> ScaleLadder:
     if target == "mxfp4":
         return mxfp4_ladder()
@@ -147,13 +167,14 @@ def check_part(
     if unknown.any():
         row, at = map(int, np.argwhere(unknown)[0])
         return [Fault(f"{int(unknown.sum())} scales are none the format has", row, at, "group")]
-    higher = ladder.higher.copy()
-    if target == "nvfp4":
-        higher[0] = 0  # a block too small for the kernel is zero, whatever its scale was
+    quality.groups += scales.size
+    if target != "mxfp4":
+        quality.zero += int((scales == 0).sum())
+        quality.subnormal += int(((scales > 0) & (scales < SMALLEST_NORMAL_BYTE)).sum())
     found = np.zeros(6, np.int64)
     examine(
         weights, codes, scales, 3 if target == "nf3" else 4, group, levels if target == "nf3" else FP4_LEVELS,
-        ladder.values, ladder.lower, higher, method in NEAREST, method in LEAST, quality.sums, found,
+        ladder.values, ladder.lower, ladder.higher, method in NEAREST, method in LEAST, quality.sums, found,
     )  # fmt: skip
     faults = []
     if found[0]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_pack.errors import DataError, EnvironmentFailure
+from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
 from hybrid_pack.io.bitmap import KEY, MAP_HOLDERS
 from hybrid_pack.io.checkpoint import Checkpoint, open_checkpoint
 from hybrid_pack.io.config import CONFIG, HF_QUANT_CONFIG, read_config, read_document
@@ -59,6 +59,9 @@ def open_source(
             return None
     try:
         return open_checkpoint(source, bit_map_file=root / CONFIG, **options)
+    except UsageError as error:  # options that a manifest names and that do not fit
+        recorder.find_error(IDENTITY, str(source), error)
+        return None
     except DataError as error:
         try:
             digest = blake3_digest(read_config(source, root / CONFIG).digest_input)

@@ -75,6 +75,11 @@ RULES: list[tuple[str, Edit, str]] = [
     ),
     ("quantised, no expert", lambda d: quantized(d, experts=[]), "experts_quantized of layer .* tail.*ascending"),
     ("quantised, errors missing", lambda d: quantized(d, sqnr_db=[]), "sqnr_db .expected 1, found 0"),
+    (
+        "quantised, method of no option",
+        lambda d: quantized(d, method="gptq"),
+        "method is not the options.*mse, found gptq",
+    ),
     ("quantised, counts", lambda d: quantized(d, groups_zero_scale=9), "counts .expected at most 8, found 9"),
     ("cast too often", lambda d: d["report"].update(experts_cast=99), "experts_cast is above the number of kept NVFP4"),
     # layout, topology, geometry

@@ -1,0 +1,68 @@
+"""Block scales of NVFP4 that the device would flush, against trying every scale it holds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_pack.quantize import QuantStats, lift_subnormal, nvfp4_second_scale, quantize_nvfp4
+from tests.reference.floats import E4M3
+from tests.reference.source import dequantize
+
+LEVELS = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def spread(seed: int, rows: int = 24, columns: int = 64) -> np.ndarray:
+    """Groups of sizes over twenty octaves."""
+    rng = np.random.default_rng(seed)
+    sizes = np.ldexp(1.0, -rng.integers(0, 21, (rows, columns // 16)))
+    return (rng.standard_normal((rows, columns)) * np.repeat(sizes, 16, axis=1)).astype(np.float32)
+
+
+def lifted(weights: np.ndarray, importance: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, float, QuantStats]:
+    n, k = weights.shape
+    codes, scales = np.empty((n, k // 2), np.uint8), np.empty((n, k // 16), np.uint8)
+    second = nvfp4_second_scale(float(np.abs(weights).max()))
+    search = "mse" if importance is None else "weighted"
+    stats = quantize_nvfp4(weights, second, search, importance, codes, scales)
+    lift_subnormal(weights, second, importance, codes, scales, stats)
+    return codes, scales, second, stats
+
+
+def best_errors(weights: np.ndarray, second: float, importance: np.ndarray) -> np.ndarray:
+    """Least weighted error of each group over zero and all normal scales."""
+    groups = weights.astype(np.float64).reshape(-1, 16)
+    weight = np.broadcast_to(importance, weights.shape).reshape(-1, 16)
+    found = (weight * groups**2).sum(axis=1)
+    for byte in range(8, 0x7F):
+        levels = np.concatenate([LEVELS, -LEVELS]) * E4M3[byte] * second
+        error = (weight * (np.abs(groups[:, :, None] - levels).min(axis=2)) ** 2).sum(axis=1)
+        found = np.minimum(found, error)
+    return found
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@given(seed=st.integers(0, 10_000))
+def test_best_of_what_the_device_holds(weighted: bool, seed: int) -> None:
+    weights = spread(seed)
+    importance = np.random.default_rng(seed).random(64).astype(np.float32) + np.float32(0.1) if weighted else None
+    codes, scales, second, stats = lifted(weights, importance)
+    assert not ((scales > 0) & (scales < 8)).any()
+    decoded = dequantize("nvfp4", codes, scales, second)
+    channel = np.ones(64) if importance is None else importance.astype(np.float64)
+    found = (channel * (weights - decoded) ** 2).reshape(-1, 16).sum(axis=1)
+    assert (found <= best_errors(weights, second, channel) * (1 + 1e-5) + 1e-30).all()
+    assert stats.error == pytest.approx(((weights - decoded) ** 2).sum(), rel=1e-6)
+    assert stats.weighted_error == pytest.approx(found.sum(), rel=1e-6)
+    assert (stats.subnormal, stats.zero) == (0, int((scales == 0).sum()))
+    assert not (((codes & 15) == 8) | (codes >> 4 == 8)).any(), "no -0"
+
+
+def test_what_needs_no_lift_is_left_alone() -> None:
+    weights = np.random.default_rng(1).standard_normal((8, 64)).astype(np.float32)
+    codes, scales, second, _ = lifted(weights, None)
+    plain = np.empty_like(codes), np.empty_like(scales)
+    quantize_nvfp4(weights, second, "mse", None, *plain)
+    assert np.array_equal(codes, plain[0]) and np.array_equal(scales, plain[1])
