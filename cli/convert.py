@@ -100,7 +100,7 @@ def command(
         if no_keep:
             root, name, supply = streamed_source(src, out, progress)
             plan = planned(root, name)
-        for note in plan.notes:
+        for note in plan.announcements:
             progress.note(f"note: {note}")
         try:
             done = convert(plan, out, progress=progress, supply=supply, **options)

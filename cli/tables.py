@@ -172,7 +172,7 @@ def plan_json(plan: Plan, needs: Resources, found: Survey) -> dict[str, Any]:
         "free_bytes": found.space.free,
         "complete": found.complete,
         "files_finished": sorted(found.done),
-        "notes": plan.notes,
+        "notes": plan.announcements,
     }
 
 

@@ -18,9 +18,10 @@ from hybrid_pack.io.manifest import BASE_INDEX, MANIFEST, README, STATE, shard_h
 from hybrid_pack.io.quantization import (
     Quantization,
     QuantizeOptions,
+    expectations,
     made_experts,
     open_quantization,
-    quantization_notes,
+    statistics_notes,
 )
 from hybrid_pack.io.safetensors import TensorHeader, build_header
 from hybrid_pack.io.shards import INDEX, Located
@@ -116,6 +117,7 @@ class Plan:
         copied: Small files copied as they are, by path in the pack.
         written: Small files made here, by path in the pack.
         notes: Oddities that are no errors.
+        expectations: What will be quantised and what that should cost; said before, and measured afterwards.
     """
 
     source: Checkpoint
@@ -129,6 +131,12 @@ class Plan:
     copied: Mapping[str, Path]
     written: Mapping[str, bytes]
     notes: tuple[str, ...]
+    expectations: tuple[str, ...]
+
+    @property
+    def announcements(self) -> tuple[str, ...]:
+        """Everything to be said before the work."""
+        return (*self.notes, *self.expectations)
 
     @property
     def nbytes(self) -> int:
@@ -392,7 +400,7 @@ def make_plan(
     if intermediate != source.intermediate:
         notes.append(f"intermediate size {source.intermediate} is padded with zeros to {intermediate}")
     quantization = open_quantization(source, wanted, options or QuantizeOptions())
-    notes += quantization_notes(source, wanted, quantization)
+    notes += statistics_notes(quantization)
     return Plan(
         source=source,
         topology=topology,
@@ -407,4 +415,5 @@ def make_plan(
         copied=copied,
         written=written,
         notes=tuple(notes),
+        expectations=tuple(expectations(source, wanted, quantization)),
     )

@@ -159,7 +159,8 @@ class QuantizedTier(Strict):
     """Experts of one tier of a layer whose codes were made here, and how far they are from the source's weights.
 
     SQNR is 10 log10 of the sum of squares of the source's weights over that of the differences, all three matrices
-    together; null where there is no difference.
+    together; null where there is no difference. It is unweighted, whatever the method minimised. ``gptq_to_rtn`` is the
+    error that GPTQ minimises, over that of rounding to nearest on the same Hessians.
     """
 
     layer: Size
@@ -169,6 +170,7 @@ class QuantizedTier(Strict):
     experts: tuple[Size, ...]
     sqnr_db: tuple[Decibel | None, ...]
     tier_sqnr_db: Decibel | None
+    gptq_to_rtn: Annotated[float, Field(ge=0, le=1)] | None
     groups: Size
     groups_zero_scale: Size
     scales_subnormal: Size

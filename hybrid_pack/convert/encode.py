@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_pack.convert.device import Quantizer
-from hybrid_pack.convert.gptq import HessianCache
+from hybrid_pack.convert.gptq import HessianCache, HessianErrors
 from hybrid_pack.errors import DataError
 from hybrid_pack.formats.decode import F32
 from hybrid_pack.formats.source import MXFP4, NF3, NVFP4, SourceFormat
@@ -67,12 +67,14 @@ class Encoding:
         w2: Down.
         cast: Whether MXFP4 became NVFP4 without any change of value, and nothing was quantised.
         stats: What quantising came to, all matrices together; None where nothing was quantised.
+        on_hessians: Errors of matrices quantised by GPTQ.
     """
 
     w13: list[Part] = field(default_factory=list)
     w2: list[Part] = field(default_factory=list)
     cast: bool = False
     stats: QuantStats | None = None
+    on_hessians: HessianErrors = field(default_factory=HessianErrors)
 
     @property
     def parts(self) -> list[Part]:
@@ -145,7 +147,7 @@ class Encoder:
             rows, columns = each.matrix.rows, each.matrix.columns
             codes = self._take(f"{name} {i} codes", rows * one.target.code_bytes(columns)).reshape(rows, -1)
             scales = self._take(f"{name} {i} scales", rows * columns // one.target.group).reshape(rows, -1)
-            stats = self._quantize(one, name, each, common, codes, scales)
+            stats = self._quantize(one, name, each, common, codes, scales, encoding)
             encoding.stats = encoding.stats or QuantStats()
             encoding.stats.add(stats)
             parts.append(Part(each.matrix, one.target, Rows.of(codes), Rows.of(scales), common, made=True))
@@ -185,12 +187,14 @@ class Encoder:
             yield first, weights
 
     def _quantize(
-        self, one: _One, name: str, given: _Given, common: float, codes: Buffer, scales: Buffer
+        self, one: _One, name: str, given: _Given, common: float, codes: Buffer, scales: Buffer, encoding: Encoding
     ) -> QuantStats:
         if one.target is NF3 and self._hessians is not None:
             hessian = self._hessians.of(one.layer, one.expert, name)
             ((_, weights),) = self._decoded(one, given, given.matrix.rows)
-            return hessian.quantize(weights, self._levels, f"{one.where} {name}", codes, scales)
+            stats, errors = hessian.quantize(weights, self._levels, f"{one.where} {name}", codes, scales)
+            encoding.on_hessians.add(errors)
+            return stats
         importance = self._options.importance
         channels = None if importance is None else importance.read(one.layer, one.expert, name)
         total = QuantStats()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,13 +34,33 @@ def pack_codes(codes: Buffer, out: Buffer) -> None:
     out[:] = np.stack([word & 0xFF, word >> 8 & 0xFF, word >> 16], axis=2).reshape(len(codes), -1)
 
 
+@dataclass
+class HessianErrors:
+    """Errors on Hessians, ``trace((W - Q) H (W - Q)^T)``; adds up.
+
+    Attributes:
+        gptq: Of what was packed.
+        rtn: Of rounding to nearest.
+    """
+
+    gptq: float = 0.0
+    rtn: float = 0.0
+
+    def add(self, other: HessianErrors) -> None:
+        """Add another's."""
+        self.gptq += other.gptq
+        self.rtn += other.rtn
+
+
 class HessianAtHand:
     """A factored Hessian."""
 
     def __init__(self, prepared: PreparedHessian) -> None:
         self._prepared = prepared
 
-    def quantize(self, weights: F32, levels: Sequence[float], where: str, codes: Buffer, scales: Buffer) -> QuantStats:
+    def quantize(
+        self, weights: F32, levels: Sequence[float], where: str, codes: Buffer, scales: Buffer
+    ) -> tuple[QuantStats, HessianErrors]:
         """Quantise a whole matrix.
 
         Args:
@@ -68,7 +89,7 @@ class HessianAtHand:
             stats.signal += float(exact @ exact)
             error = exact - book[code] * np.repeat(value, GROUP)
             stats.error += float(error @ error)
-        return stats
+        return stats, HessianErrors(result.error, result.rtn_error)
 
 
 class HessianCache:

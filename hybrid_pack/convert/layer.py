@@ -178,6 +178,7 @@ def quantized_record(encoding: Encoding, packed: ScaleStats) -> Record:
         "sources": sorted({part.matrix.format.name for part in encoding.parts}),
         "signal": stats.signal,
         "error": stats.error,
+        "on_hessians": [encoding.on_hessians.gptq, encoding.on_hessians.rtn],
         "groups": stats.groups,
         "subnormal": stats.subnormal,
         "saturated": stats.saturated,

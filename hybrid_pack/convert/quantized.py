@@ -37,14 +37,17 @@ def _entry(plan: Plan, layer: int, tier: str, found: Mapping[int, Record]) -> Re
     ids = sorted(found)
     totals = {key: sum(found[e][key] for e in ids) for key in ("groups", "zero", "subnormal", "saturated")}
     chosen = plan.quantization
+    method = "gptq" if tier == "tail" and chosen.hessians is not None else chosen.search
+    gptq, rtn = (math.fsum(found[e]["on_hessians"][i] for e in ids) for i in range(2))
     return {
         "layer": layer,
         "tier": tier,
-        "method": "gptq" if tier == "tail" and chosen.hessians is not None else chosen.search,
+        "method": method,
         "sources": sorted({name for e in ids for name in found[e]["sources"]}),
         "experts": ids,
         "sqnr_db": [sqnr_db(found[e]["signal"], found[e]["error"]) for e in ids],
         "tier_sqnr_db": sqnr_db(*(math.fsum(found[e][key] for e in ids) for key in ("signal", "error"))),
+        "gptq_to_rtn": (round(gptq / rtn, 4) if rtn > 0 else 1.0) if method == "gptq" else None,
         "groups": totals["groups"],
         "groups_zero_scale": totals["zero"],
         "scales_subnormal": totals["subnormal"],

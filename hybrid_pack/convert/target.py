@@ -38,6 +38,14 @@ def _entries(out: Path) -> list[str]:
     return sorted(p.name for p in out.iterdir() if p.name not in (STATE, README) and not p.name.startswith("."))
 
 
+def _difference(key: str, theirs: Any, ours: Any) -> str:
+    """What differs, in words; of several options the first that does."""
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        name = next(name for name in ours if theirs.get(name) != ours[name])
+        return _difference(f"--{name.replace('_', '-')}", theirs.get(name), ours[name])
+    return f"{key} was {theirs}, now {ours}"
+
+
 def matches_manifest(manifest: Manifest, fingerprint: dict[str, Any], plan: Plan) -> str | None:
     """The first respect in which a finished pack is of another source or other options, or None."""
     theirs = {
@@ -53,7 +61,7 @@ def matches_manifest(manifest: Manifest, fingerprint: dict[str, Any], plan: Plan
     }
     for key, value in theirs.items():
         if value != fingerprint[key]:
-            return f"{key} was {value}, now {fingerprint[key]}"
+            return _difference(key, value, fingerprint[key])
     files = [(f.path, f.bytes, f.digest) for f in manifest.source.files]
     if files != [(plan.source.file_name(f), f.nbytes, f.digest) for f in plan.source.shards.files]:
         return "the source's safetensors files have changed"
@@ -145,8 +153,8 @@ def check_state(out: Path, state: State, fingerprint: dict[str, Any], *, resume:
         theirs = state.fingerprint.get(key)
         if theirs != ours and not (key == "source_times" and state.manifest is not None):  # there digests decide
             raise UsageError(
-                f"the unfinished conversion there is of another source or other options: {key} was {theirs}, "
-                f"now {ours}",
+                "the unfinished conversion there is of another source or other options: "
+                + _difference(key, theirs, ours),
                 where=out,
                 hint="give the same options and source, or start over with --overwrite",
             )

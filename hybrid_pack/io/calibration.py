@@ -137,6 +137,22 @@ class Statistics:
             raise DataError(problem, where=tensor, hint="collect it again, over text that reaches every expert")
         return values
 
+    def read_all(self) -> None:
+        """Read everything wanted once, to find out before the work what ``read`` would refuse.
+
+        Raises:
+            DataError: As ``read``.
+            EnvironmentFailure: Likewise.
+        """
+        seen: set[Located] = set()
+        for matrix in self._wanted.channels:
+            for layer, experts in self._wanted.experts.items():
+                for expert in experts:
+                    tensor = self._find(layer, expert, matrix)
+                    if tensor not in seen:
+                        seen.add(tensor)
+                        self.read(layer, expert, matrix)
+
     @property
     def notes(self) -> tuple[str, ...]:
         """How many experts use a shared tensor, one line for each matrix where any does."""

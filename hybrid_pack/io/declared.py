@@ -10,6 +10,8 @@ from hybrid_pack.io.bitmap import spans
 from hybrid_pack.schemas.manifest import Report
 
 TIERS = ("kept", "tail")
+BAD_DB = 10.0
+"""SQNR of an expert that nobody would want: NF3 of usual weights has 15, the worst seen in trained ones 13."""
 
 
 def _count(number: int, what: str) -> str:
@@ -19,6 +21,11 @@ def _count(number: int, what: str) -> str:
 def declared(report: Report) -> tuple[str, ...]:
     """The differences, then the notes of the conversion; nothing where all was moved exactly."""
     return (*differences(report), *report.notes)
+
+
+def _percent(part: int, whole: int) -> str:
+    share = 100 * part / whole
+    return f"{share:.0f} %" if share >= 10 else f"{share:.2g} %"
 
 
 def worst_experts(report: Report, count: int, tiers: Collection[str] = TIERS) -> list[tuple[float, int, int, str]]:
@@ -56,8 +63,20 @@ def quantized_lines(report: Report) -> list[str]:
         for sqnr, layer, expert, _ in worst_experts(report, 1, (tier,)):
             text += f"; worst expert {sqnr:.2f} dB, layer {layer} expert {expert}"
         shares = [(zero, "zero"), (subnormal, "subnormal"), (saturated, "saturated")]
-        told = [f"{100 * number / groups:.2g} % {what}" for number, what in shares if number]
+        told = [f"{_percent(number, groups)} {what}" for number, what in shares if number]
         lines.append(text + (f"; scales: {', '.join(told)}" if told else ""))
+        ratios = [entry.gptq_to_rtn for entry in entries if entry.gptq_to_rtn is not None]
+        if ratios:
+            lines.append(
+                f"GPTQ of the {tier}: {sorted(ratios)[len(ratios) // 2]:.2f} times the error of rounding to nearest on "
+                f"the same Hessians (median of {_count(len(ratios), 'layer')}, at most {max(ratios):.2f}), "
+                "which SQNR does not weigh"
+            )
+        elif "weighted" in methods:
+            lines.append(f"the {tier}'s scales are the best by importance of channels; SQNR does not weigh")
+        bad = sum(sqnr is not None and sqnr < BAD_DB for entry in entries for sqnr in entry.sqnr_db)
+        if bad:
+            lines.append(f"WARNING: {_count(bad, f'{tier} expert')} below {BAD_DB:g} dB: its weights are mostly lost")
     return lines
 
 

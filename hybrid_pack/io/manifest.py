@@ -322,6 +322,10 @@ def _check_quantized(manifest: Manifest, refuse: Any) -> None:
             refuse(
                 f"report.experts_quantized of {where_it_is}: method is not that of the options", method, entry.method
             )
+        if (entry.gptq_to_rtn is None) == (entry.method == "gptq"):
+            refuse(
+                f"report.experts_quantized of {where_it_is}: gptq_to_rtn", "a number for gptq alone", entry.gptq_to_rtn
+            )
         counted = max(entry.groups_zero_scale, entry.scales_subnormal, entry.scales_saturated)
         if counted > entry.groups:
             refuse(f"report.experts_quantized of {where_it_is}: counts", f"at most {entry.groups}", counted)

@@ -129,6 +129,7 @@ def open_quantization(source: Checkpoint, layers: Iterable[int], options: Quanti
     if options.importance is not None:
         searched = made if options.hessians is None else made_experts(source, layers, ("kept",))
         importance = open_importance(options.importance, Wanted(searched, channels))
+        importance.read_all()
         importance_digest = blake3_file(options.importance)
     if options.hessians is not None:
         hessians = open_hessians(options.hessians, Wanted(made_experts(source, layers, ("tail",)), channels))
@@ -142,33 +143,45 @@ EXPECTED_DB: Mapping[tuple[str, str], float] = {
     ("mxfp4", "mse"): 19.1, ("mxfp4", "absmax"): 18.9,
 }  # fmt: skip
 """SQNR of normally distributed weights, sigma 0.02: ``benchmarks/results/quantise.json``."""
-NF3_FROM_FOUR_BIT_DB = 14.4
-"""Against the weights that the four bits were made from."""
+FROM_FOUR_BIT_DB: Mapping[tuple[str, str], float] = {
+    ("nf3", "nvfp4"): 14.4, ("nf3", "mxfp4"): 14.0, ("mxfp4", "nvfp4"): 16.7,
+}  # fmt: skip
+"""Against the normally distributed weights that the four bits were made from."""
 
 
-def quantization_notes(source: Checkpoint, layers: Iterable[int], quantization: Quantization) -> list[str]:
-    """What will be quantised, from what, and what error that means; said before the work starts."""
-    found = Counter[tuple[str, str]]()
+def statistics_notes(quantization: Quantization) -> list[str]:
+    """How many experts use what their layer shares."""
+    return [line for given in (quantization.importance, quantization.hessians) if given for line in given.notes]
+
+
+def expectations(source: Checkpoint, layers: Iterable[int], quantization: Quantization) -> list[str]:
+    """What will be quantised, from what, and what error that should mean; said before the work starts."""
+    found: dict[tuple[str, str], Counter[str]] = {}
     for index in layers:
         layer = source.layers[index]
         for tier, ids in (("nf3", layer.tail), (str(layer.kept_format), layer.kept)):
             for expert in ids:
                 names: set[str] = {m.format.name for m in layer.experts[expert].matrices}
                 if names != {tier}:
-                    found[tier, "+".join(sorted(names))] += 1
-    notes = [line for given in (quantization.importance, quantization.hessians) if given for line in given.notes]
-    for (tier, stored), count in sorted(found.items()):
-        method = "GPTQ" if tier == "nf3" and quantization.hessians is not None else f"search {quantization.search}"
-        what = f"{count} experts become {tier.upper()} from {stored.upper()}"
-        if tier == "nvfp4" and stored == "mxfp4":
-            notes.append(f"{what}: exactly where their scales allow, else quantised ({method})")
-            continue
-        expected = EXPECTED_DB.get((tier, quantization.search)) if method != "GPTQ" else None
-        text = f"{what} ({method})" + ("" if expected is None else f": about {expected} dB")
-        if tier == "nf3" and {"nvfp4", "mxfp4"} & set(stored.split("+")):
-            text += (
-                f", but {NF3_FROM_FOUR_BIT_DB} against the weights those were made from: "
-                "convert the original checkpoint if you have it"
-            )
-        notes.append(text)
-    return notes
+                    worst = next((name for name in ("mxfp4", "nvfp4") if name in names - {tier}), "")
+                    found.setdefault((tier, worst), Counter())["+".join(sorted(names)).upper()] += 1
+    return [_expectation(*key, counts, quantization) for key, counts in sorted(found.items())]
+
+
+def _expectation(tier: str, four_bit: str, counts: Counter[str], quantization: Quantization) -> str:
+    number = counts.total()
+    kinds = " or ".join(counts) if len(counts) <= 3 else f"{len(counts)} mixtures, such as {next(iter(counts))}"
+    what = f"{number} experts become" if number > 1 else "1 expert becomes"
+    method = "GPTQ" if tier == "nf3" and quantization.hessians is not None else f"search {quantization.search}"
+    text = f"{what} {tier.upper()} from {kinds}"
+    if (tier, four_bit) == ("nvfp4", "mxfp4"):
+        return f"{text}: exactly where their scales allow, else quantised ({method})"
+    expected = EXPECTED_DB.get((tier, quantization.search)) if method != "GPTQ" else None
+    text += f" ({method})" + ("" if expected is None else f": about {expected} dB")
+    original = FROM_FOUR_BIT_DB.get((tier, four_bit))
+    if original is None:
+        return text
+    return (
+        f"{text}{',' if expected else ':'} but about {original} against the weights the {four_bit.upper()} was made from: "
+        "convert the original checkpoint if you have it"
+    )

@@ -111,8 +111,13 @@ def test_gptq_lowers_the_error_of_the_outputs(source: Path, tmp_path: Path) -> N
     before = weighted_error(tmp_path / "plain", source, plain, cost)
     after = weighted_error(tmp_path / "gptq", source, done, cost)
     assert after < 0.6 * before
-    methods = {entry.tier: entry.method for entry in done.manifest.report.experts_quantized}
-    assert methods == {"tail": "gptq", "kept": "mse"}
+    entries = {entry.tier: entry for entry in done.manifest.report.experts_quantized}
+    assert {tier: entry.method for tier, entry in entries.items()} == {"tail": "gptq", "kept": "mse"}
+    ratio = entries["tail"].gptq_to_rtn
+    assert entries["kept"].gptq_to_rtn is None and ratio is not None
+    assert after / before == pytest.approx(ratio, rel=0.1), (
+        "rounding to nearest has better scales there than plain ones"
+    )
     report = verify_pack(tmp_path / "gptq", source=source)
     assert report.ok, report.findings
     pack(source, tmp_path / "again", hessians=tmp_path / "hessians")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_pack.quantize import QuantStats, lift_subnormal, nvfp4_second_scale, quantize_nvfp4
@@ -44,6 +44,7 @@ def best_errors(weights: np.ndarray, second: float, importance: np.ndarray) -> n
 
 
 @pytest.mark.parametrize("weighted", [False, True])
+@settings(deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_best_of_what_the_device_holds(weighted: bool, seed: int) -> None:
     weights = spread(seed)

@@ -53,7 +53,7 @@ def quantized(document: Document, **changes: Any) -> None:
     layer, tiers = next((int(k), v) for k, v in document["layers"].items() if v["tail"])
     entry = {
         "layer": layer, "tier": "tail", "method": "mse", "sources": ["bf16"], "experts": tiers["tail"][:1],
-        "sqnr_db": [15.5], "tier_sqnr_db": 15.5, "groups": 8, "groups_zero_scale": 0, "scales_subnormal": 0,
+        "sqnr_db": [15.5], "tier_sqnr_db": 15.5, "gptq_to_rtn": None, "groups": 8, "groups_zero_scale": 0, "scales_subnormal": 0,
         "scales_saturated": 0,
     }  # fmt: skip
     document["report"]["experts_quantized"] = [entry | changes]
@@ -79,6 +79,11 @@ RULES: list[tuple[str, Edit, str]] = [
         "quantised, method of no option",
         lambda d: quantized(d, method="gptq"),
         "method is not the options.*mse, found gptq",
+    ),
+    (
+        "quantised, gptq's ratio",
+        lambda d: quantized(d, gptq_to_rtn=0.5),
+        "gptq_to_rtn .expected a number for gptq alone",
     ),
     ("quantised, counts", lambda d: quantized(d, groups_zero_scale=9), "counts .expected at most 8, found 9"),
     ("cast too often", lambda d: d["report"].update(experts_cast=99), "experts_cast is above the number of kept NVFP4"),
