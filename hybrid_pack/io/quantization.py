@@ -182,6 +182,6 @@ def _expectation(tier: str, four_bit: str, counts: Counter[str], quantization: Q
     if original is None:
         return text
     return (
-        f"{text}{',' if expected else ':'} but about {original} against the weights the {four_bit.upper()} was made from: "
-        "convert the original checkpoint if you have it"
+        f"{text}{',' if expected else ':'} but about {original} against the weights the {four_bit.upper()} was made "
+        "from: convert the original checkpoint if you have it"
     )

@@ -142,7 +142,8 @@ def errors(tiers: Tiers, experts: int, seed: int = 0, exact: float = 0.01) -> li
             entries.append(
                 {
                     "layer": layer, "tier": tier, "method": "mse", "sources": ["BF16"], "experts": ids, "sqnr_db": db,
-                    "tier_sqnr_db": sum(known) / len(known) if known else None, "groups": 1_000_000 * len(ids),
+                    "tier_sqnr_db": sum(known) / len(known) if known else None, "gptq_to_rtn": None,
+                    "groups": 1_000_000 * len(ids),
                     "groups_zero_scale": 12, "scales_subnormal": 3, "scales_saturated": 0,
                 }
             )  # fmt: skip

@@ -53,8 +53,8 @@ def quantized(document: Document, **changes: Any) -> None:
     layer, tiers = next((int(k), v) for k, v in document["layers"].items() if v["tail"])
     entry = {
         "layer": layer, "tier": "tail", "method": "mse", "sources": ["bf16"], "experts": tiers["tail"][:1],
-        "sqnr_db": [15.5], "tier_sqnr_db": 15.5, "gptq_to_rtn": None, "groups": 8, "groups_zero_scale": 0, "scales_subnormal": 0,
-        "scales_saturated": 0,
+        "sqnr_db": [15.5], "tier_sqnr_db": 15.5, "gptq_to_rtn": None, "groups": 8, "groups_zero_scale": 0,
+        "scales_subnormal": 0, "scales_saturated": 0,
     }  # fmt: skip
     document["report"]["experts_quantized"] = [entry | changes]
 
@@ -78,7 +78,7 @@ RULES: list[tuple[str, Edit, str]] = [
     (
         "quantised, method of no option",
         lambda d: quantized(d, method="gptq"),
-        "method is not the options.*mse, found gptq",
+        "method is not that of the options.*mse, found gptq",
     ),
     (
         "quantised, gptq's ratio",
