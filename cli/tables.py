@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hybrid_pack.cli.progress import size
+from hybrid_pack.cli.progress import counted, size
 from hybrid_pack.convert import Conversion, Resources, Survey
 from hybrid_pack.inspection import Inspection, LayerView, PackView, inspect_checkpoint
 from hybrid_pack.io.bitmap import spans
@@ -160,11 +160,6 @@ def _rank_rows(plan: Plan) -> list[Sequence[object]]:
         tiers = plan.rank_bytes(rank)
         rows.append((rank, size(tiers["kept"]), size(tiers["tail"]), size(sum(tiers.values()))))
     return rows
-
-
-def counted(number: int, noun: str) -> str:
-    """Such as ``1 file`` or ``2 files``."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def _small(plan: Plan) -> int:
