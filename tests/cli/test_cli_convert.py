@@ -253,3 +253,9 @@ def test_spans_and_tables() -> None:
     assert spans([]) == ""
     assert spans([3, 4, 5, 78]) == "3-5, 78"
     assert table([("rank", "size"), (0, "1 MB"), (10, "200 MB")]) == "  rank    size\n  0       1 MB\n  10    200 MB"
+
+
+def test_one_is_one(packed: Path, source: Path, command: Command) -> None:
+    text = command("verify", packed, "--source", source).out + command("inspect", packed).out
+    assert re.search(r"config\.json: 1 file, ", text)
+    assert not re.search(r"\b1 (files|tensors|shards|layers|experts|ranks)\b", text), text
