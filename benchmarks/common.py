@@ -130,12 +130,24 @@ def cool(folder: Path) -> None:
             os.close(fd)
 
 
-def save(name: str, result: Mapping[str, Any]) -> Path:
+def keep(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a result, whole or not at all; what a benchmark has so far is kept so, in case it is ended early."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    partial.replace(path)
+
+
+def result_path(name: str, out: Path | None = None) -> Path:
+    """Where a result goes: the file that was asked for and no other, else the folder of the committed ones."""
+    return RESULTS / f"{name}.json" if out is None else out
+
+
+def save(name: str, result: Mapping[str, Any], out: Path | None = None) -> Path:
     """Keep a result."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"kept in {path.relative_to(ROOT)}")
+    path = result_path(name, out)
+    keep(path, result)
+    print(f"kept in {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
     return path
 
 

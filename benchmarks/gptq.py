@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import statistics
 import time
@@ -170,7 +169,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="Small shapes, to see that it runs; nothing is kept.")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="Of torch, on the CPU.")
-    parser.add_argument("--out", type=Path, help="Write the result here, too.")
+    parser.add_argument("--out", type=Path, help="Write the result there, not into benchmarks/results.")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
@@ -184,9 +183,7 @@ def main() -> None:
     result = {"machine": machine, "seconds": times, "gains": gains(*((64, 128) if options.quick else (512, 1024)))}
     if options.quick:
         return
-    common.save("gptq", result)
-    if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    common.save("gptq", result, options.out)
 
 
 if __name__ == "__main__":

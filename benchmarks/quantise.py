@@ -7,7 +7,7 @@ was run on. The brute force is the tests' reference: every scale of the format, 
 on one thread and on two, blocks of 64 rows at a time; the baselines take turns with it: every NF3 scale tried with
 whole-tensor operations of torch, and compressed-tensors' own FP4 quantiser (scales, rounding and packing).
 With ``--device cuda``: speed on a GPU, with a copy of the weights on it as the floor, and the bytes held against the
-CPU's.
+CPU's. Most of its time is compiling, which several processes do at once. The result is written as it grows.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,10 @@ BRUTE_ROWS = 64
 PLAIN = (2048, 2048)
 ROWS, COLUMNS, BLOCK_ROWS = 4096, 2048, 64
 GPU_ROWS, GPU_COLUMNS = 16384, 6144
+COMPARED_ROWS = 64
+"""Whose bytes are held against the CPU's."""
+GPU_DTYPES = (torch.float32, torch.bfloat16)
+SIGMA = 0.02
 GOALS = {"nf3 mse, weights/s, two threads": 100e6, "nf3 mse, dB below brute force": 0.01}
 GPU_GOAL = 10e9
 
@@ -174,19 +180,54 @@ def speeds(threads: int, runs: int) -> dict[str, Any]:
     return {"weights_per_second": rates, "speed_up_over_baseline": ratio}
 
 
-def gpu(runs: int) -> dict[str, Any]:
-    """Weights a second on a GPU; the bytes are compared with the CPU's first."""
+def on_gpu(name: Name, search: Search, tensor: torch.Tensor, second: float, importance: F32) -> Quantized:
+    """Quantise a tensor where it is."""
+    given = torch.from_numpy(importance).to(tensor.device) if search == "weighted" else None
+    if name == "nf3":
+        return quantize_nf3_cuda(tensor, NF3_LEVELS, search, given)
+    if name == "nvfp4":
+        return quantize_nvfp4_cuda(tensor, second, search, given)
+    return quantize_mxfp4_cuda(tensor, search, given)
+
+
+def compile_kernels(name: Name, search: Search) -> None:
+    """Fill Triton's cache on the disk, in a process of its own: few rows, in all else as they are measured."""
+    for dtype in GPU_DTYPES:
+        tensor = torch.full((COMPARED_ROWS, GPU_COLUMNS), SIGMA, device="cuda", dtype=dtype)
+        on_gpu(name, search, tensor, 1.0, some_importance(GPU_COLUMNS))
+
+
+def compile_all() -> None:
+    """All of them at once; what fails there is compiled again, or fails, where it is measured."""
+    kinds = [(name, search) for name in NAMES for search in SEARCHES]
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(min(len(kinds), cores), multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(compile_kernels, *kind) for kind in kinds]
+        few = gaussian(1, GPU_COLUMNS)
+        for name in NAMES:  # the CPU's, here and meanwhile
+            quantize(name, few)
+        for kind, future in zip(kinds, futures, strict=True):
+            if (error := future.exception()) is not None:
+                print(f"  {' '.join(kind)} did not compile beforehand: {error}", flush=True)
+
+
+def gpu(runs: int, keep: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+    """Weights a second on a GPU, the bytes compared with the CPU's; ``keep`` gets what there is after each kind."""
+    began = time.perf_counter()
+    compile_all()
+    result: dict[str, Any] = {"compiling_seconds": time.perf_counter() - began}
     generator = torch.Generator("cuda").manual_seed(1)
-    weights = torch.randn(GPU_ROWS, GPU_COLUMNS, generator=generator, device="cuda") * 0.02
+    weights = torch.randn(GPU_ROWS, GPU_COLUMNS, generator=generator, device="cuda") * SIGMA
     importance = some_importance(GPU_COLUMNS)
     second = nvfp4_second_scale(float(weights.abs().max()))
-    head = weights[:256].cpu().numpy()
-    result: dict[str, Any] = {"weights": weights.numel(), "weights_per_second": {}, "bytes_equal_cpu": {}}
+    rates: dict[str, Any] = {}
+    equal: dict[str, bool] = {}
+    result |= {"weights": weights.numel(), "weights_per_second": rates, "bytes_equal_cpu": equal}
 
-    def measure(action: Callable[[], object]) -> dict[str, Any]:
+    def measure(action: Callable[[], object], times: int = runs) -> dict[str, Any]:
         action()
         seconds = []
-        for _ in range(runs):
+        for _ in range(times):
             torch.cuda.synchronize()
             began = time.perf_counter()
             action()
@@ -194,39 +235,27 @@ def gpu(runs: int) -> dict[str, Any]:
             seconds.append(time.perf_counter() - began)
         return common.summary([weights.numel() / s for s in seconds])
 
-    for dtype in (torch.float32, torch.bfloat16):
+    result["copy_weights_per_second"] = measure(weights.clone)
+    few = weights[: GPU_ROWS // 16]
+    result["every_scale_torch_weights_per_second"] = measure(lambda: every_scale(few), 1)["median"] / 16
+    for dtype in GPU_DTYPES:
         tensor = weights.to(dtype)
+        part = tensor[:COMPARED_ROWS].float().cpu().numpy()
         for name in NAMES:
             for search in SEARCHES:
-                given = torch.from_numpy(importance).cuda() if search == "weighted" else None
                 key = f"{name} {search}, {str(dtype).removeprefix('torch.')}"
-
-                def action(
-                    tensor: torch.Tensor = tensor, name: Name = name, search: Search = search, given: Any = given
-                ) -> Quantized:
-                    if name == "nf3":
-                        return quantize_nf3_cuda(tensor, NF3_LEVELS, search, given)
-                    if name == "nvfp4":
-                        return quantize_nvfp4_cuda(tensor, second, search, given)
-                    return quantize_mxfp4_cuda(tensor, search, given)
-
-                result["weights_per_second"][key] = measure(action)
+                action = partial(on_gpu, name, search, tensor, second, importance)
+                rates[key] = measure(action)
                 codes, scales, _ = action()
-                part = head if dtype == torch.float32 else tensor[:256].float().cpu().numpy()
-                on_cpu = quantize(
-                    name, part, search, importance if given is not None else None, second if name == "nvfp4" else 1.0
+                given = importance if search == "weighted" else None
+                on_cpu = quantize(name, part, search, given, second if name == "nvfp4" else 1.0)
+                equal[key] = bool(
+                    np.array_equal(codes[:COMPARED_ROWS].cpu().numpy(), on_cpu.codes)
+                    and np.array_equal(scales[:COMPARED_ROWS].cpu().numpy(), on_cpu.scales)
                 )
-                result["bytes_equal_cpu"][key] = bool(
-                    np.array_equal(codes[:256].cpu().numpy(), on_cpu.codes)
-                    and np.array_equal(scales[:256].cpu().numpy(), on_cpu.scales)
-                )
-                rate = result["weights_per_second"][key]["median"]
-                print(f"  {key}: {rate / 1e9:.1f} G weights/s, equal {result['bytes_equal_cpu'][key]}", flush=True)
-    few = weights[: GPU_ROWS // 16]
-    every = measure(lambda: every_scale(few))
-    result["every_scale_torch_weights_per_second"] = every["median"] / 16
-    result["copy_weights_per_second"] = measure(weights.clone)
-    found = result["weights_per_second"]["nf3 mse, float32"]["median"]
+                print(f"  {key}: {rates[key]['median'] / 1e9:.1f} G weights/s, equal {equal[key]}", flush=True)
+                keep(result)
+    found = rates["nf3 mse, float32"]["median"]
     result["goals"] = {"nf3 mse, weights/s": {"least": GPU_GOAL, "found": found, "met": found >= GPU_GOAL}}
     return result
 
@@ -236,8 +265,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--out", type=Path, help="Write the result here, too.")
+    parser.add_argument("--out", type=Path, help="Write the result there, not into benchmarks/results.")
     options = parser.parse_args()
+    name = "quantise" if options.device == "cpu" else "quantise_gpu"
+    path = common.result_path(name, options.out)
     result: dict[str, Any] = {
         "question": (__doc__ or "").strip().splitlines()[0],
         "machine": {**common.machine(Path.cwd()), "load_before": os.getloadavg()[0]},
@@ -246,7 +277,7 @@ def main() -> None:
         result["machine"]["commit"] = os.environ["COMMIT"]
     if options.device == "cuda":
         result["machine"] |= {"gpu": torch.cuda.get_device_name(), "torch_cuda": torch.version.cuda}
-        result["gpu"] = gpu(options.runs)
+        result["gpu"] = gpu(options.runs, lambda so_far: common.keep(path, {**result, "gpu": so_far}))
         print(json.dumps(result["gpu"]["goals"], indent=1))
     else:
         result["errors"] = {}
@@ -255,15 +286,19 @@ def main() -> None:
         result["nf3_from_nvfp4_db_to_the_original"] = decibels(
             float((plain.astype(np.float64) ** 2).sum()), float(((plain.astype(np.float64) - twice) ** 2).sum())
         )
-        for name, weights in sources().items():
-            result["errors"][name] = errors(weights)
-            for form, row in result["errors"][name].items():
+        for kind, weights in sources().items():
+            result["errors"][kind] = errors(weights)
+            common.keep(path, result)
+            for form, row in result["errors"][kind].items():
                 line = ", ".join(f"{search} {row[search]['db']:.2f}" for search in SEARCHES)
                 brute = row["brute_force"]
                 print(
-                    f"{name}: {form} {line} dB; of {brute['db']:.4f} by brute force {brute['mse_db']:.4f}", flush=True
+                    f"{kind}: {form} {line} dB; of {brute['db']:.4f} by brute force {brute['mse_db']:.4f}", flush=True
                 )
-        result["speed"] = {f"{n} thread{'s' * (n > 1)}": speeds(n, options.runs) for n in (1, 2)}
+        result["speed"] = {}
+        for n in (1, 2):
+            result["speed"][f"{n} thread{'s' * (n > 1)}"] = speeds(n, options.runs)
+            common.keep(path, result)
         rate = result["speed"]["2 threads"]["weights_per_second"]["nf3 mse"]["median"]
         below = max(
             row["nf3"]["brute_force"]["db"] - row["nf3"]["brute_force"]["mse_db"] for row in result["errors"].values()
@@ -280,9 +315,7 @@ def main() -> None:
             )
         )
         print(json.dumps(result["goals"], indent=1))
-    common.save("quantise" if options.device == "cpu" else "quantise_gpu", result)
-    if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    common.save(name, result, options.out)
 
 
 if __name__ == "__main__":

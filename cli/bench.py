@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from hybrid_pack.cli.progress import counted
+
 CPU_SECONDS = 5.0
 """On the CPU, larger batches are left out after a call that took longer."""
 
@@ -54,6 +56,6 @@ def command(pack: Path, rank: int, count: int, device: str | None, backend: str,
         click.echo(json.dumps(result, indent=1))
         return
     click.echo(f"loaded {loaded.report}")
-    experts = f"{len(layer.expert_ids)} experts, top {moe.top_k}"
+    experts = f"{counted(len(layer.expert_ids), 'expert')}, top {moe.top_k}"
     click.echo(f"layer {layer.layer} of rank {rank} on {layer.device}: {experts}, backend {moe.backend}")
     click.echo(timings_text(timings))

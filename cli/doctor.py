@@ -28,4 +28,5 @@ def command(pack: Path | None, require: str | None, as_json: bool) -> None:
     if require is not None and (reason := found.rejected(require)) is not None:
         raise EnvironmentFailure(f"the backend {require} cannot run: {reason}", where=where)
     if not found.ok:
-        raise EnvironmentFailure("no backend can run", where=where, found="; ".join(map(str, found.advice)))
+        reasons = "; ".join(f"{choice.backend}: {found.rejected(choice.backend)}" for choice in found.backends)
+        raise EnvironmentFailure(f"no backend can run: {reasons}", where=where)

@@ -16,7 +16,7 @@ from hybrid_pack.errors import EnvironmentFailure, HybridPackError, hide_tokens,
 
 COMMANDS = {
     "plan": "Choose the kept experts, by saliency and budget.",
-    "convert": "Write a pack from a hybrid checkpoint.",
+    "convert": "Write a pack from a checkpoint and its bit map.",
     "verify": "Prove a pack, alone or against its source.",
     "inspect": "Show a checkpoint or a pack from its headers.",
     "report": "Show a pack in pictures: a page, or PNG files.",

@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 from hybrid_pack.errors import plain
-from hybrid_pack.report.text import size
+from hybrid_pack.report.text import counted, size
 
-__all__ = ["ByteProgress", "size"]
+__all__ = ["ByteProgress", "counted", "size"]
 
 LINE_SECONDS = 10.0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from hybrid_pack.cli.progress import ByteProgress, size
+from hybrid_pack.cli.progress import ByteProgress, counted, size
 from hybrid_pack.cli.source import hub_id
 from hybrid_pack.cli.streams import put
 
@@ -65,8 +65,8 @@ def command(
         lines = [
             f"pulled {which} of {repo_id} into {out}, every digest checked",
             f"  commit   {done.commit}",
-            f"  fetched  {done.files_fetched} files, {size(done.bytes_fetched)}",
-            f"  kept     {done.files_kept} files, {size(done.bytes_kept)}",
+            f"  fetched  {counted(done.files_fetched, 'file')}, {size(done.bytes_fetched)}",
+            f"  kept     {counted(done.files_kept, 'file')}, {size(done.bytes_kept)}",
         ]
         lines += [f"  replaced {path}: it was there with other bytes" for path in done.replaced]
         if verify is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hybrid_pack.cli.progress import ByteProgress, size
+from hybrid_pack.cli.progress import ByteProgress, counted, size
 from hybrid_pack.cli.source import hub_id
 from hybrid_pack.cli.streams import put
 from hybrid_pack.errors import DataError, EnvironmentFailure
@@ -34,9 +34,9 @@ def _require_good(out: Path, report: VerifyReport) -> None:
 def _plan_text(plan: PushPlan, repo_id: str) -> str:
     made = ["would make the repository"] * plan.new_repository + ["would make the branch"] * plan.new_branch
     lines = [f"dry run: nothing was sent to {repo_id}", *(f"  {line}" for line in made)]
-    lines.append(f"  to send    {len(plan.send)} files, {size(sum(plan.send.values()))}")
+    lines.append(f"  to send    {counted(len(plan.send), 'file')}, {size(sum(plan.send.values()))}")
     lines += [f"    {path}  {size(nbytes)}" for path, nbytes in sorted(plan.send.items())]
-    lines.append(f"  there      {len(plan.there)} files, {size(sum(plan.there.values()))}, byte for byte")
+    lines.append(f"  there      {counted(len(plan.there), 'file')}, {size(sum(plan.there.values()))}, byte for byte")
     lines += [f"  to remove  {path}: of an earlier pack" for path in plan.stale]
     lines += [f"  left alone {path}: not of a pack" for path in plan.foreign]
     return "\n".join(lines)
@@ -47,8 +47,8 @@ def _done_text(done: Pushed, out: Path, repo_id: str, branch: str | None) -> str
         f"pushed {out} to {repo_id}{' (private)' if done.private else ''}",
         f"  commit     {done.commit_url}",
         *([f"  request    {done.pr_url}"] if done.pr_url else []),
-        f"  sent       {done.files_sent} files, {size(done.bytes_sent)}",
-        f"  there      {done.files_there} files, {size(done.bytes_there)}",
+        f"  sent       {counted(done.files_sent, 'file')}, {size(done.bytes_sent)}",
+        f"  there      {counted(done.files_there, 'file')}, {size(done.bytes_there)}",
     ]
     lines += [f"  removed    {path}: of an earlier pack" for path in done.removed]
     lines += [f"  left alone {path}: not of a pack; verify --remote will name it" for path in done.foreign]

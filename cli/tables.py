@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hybrid_pack.cli.progress import size
+from hybrid_pack.cli.progress import counted, size
 from hybrid_pack.convert import Conversion, Resources, Survey
 from hybrid_pack.inspection import Inspection, LayerView, PackView, inspect_checkpoint
 from hybrid_pack.io.bitmap import spans
@@ -47,6 +48,7 @@ def tier_map(layers: Sequence[LayerView], num_experts: int) -> str:
             share = sum(e in kept for e in group) / len(group)
             cells.append(SHADES[0] if share == 0 else SHADES[max(1, round(share * 4))])
         split = f"{len(view.kept)} {view.kept_format} + {len(view.tail)} NF3" if view.kept else f"{len(view.tail)} NF3"
+        split = split if view.stored is None else _stored(view.stored)
         errors = [
             f"{tier} {sqnr:.2f} dB"
             for tier, sqnr in (("kept", view.kept_sqnr_db), ("tail", view.tail_sqnr_db))
@@ -55,6 +57,19 @@ def tier_map(layers: Sequence[LayerView], num_experts: int) -> str:
         lines.append(f"  {view.layer:>3} {''.join(cells)} {split}{'; ' if errors else ''}{', '.join(errors)}")
     legend = f"a cell is {each} experts" if each > 1 else "a cell is one expert"
     return "\n".join([f"tier map ({legend}; {SHADES[0]} all tail, {SHADES[4]} all kept)", *lines])
+
+
+def _stored(stored: Mapping[str, int]) -> str:
+    return " + ".join(f"{count} {kind}" for kind, count in stored.items())
+
+
+def stored_text(layers: Sequence[LayerView]) -> str:
+    """What experts are stored as, where no tiers are known; neighbours that are alike share a row."""
+    rows = [
+        (f"{spans(view.layer for view in views)}:", stored)
+        for stored, views in groupby(layers, key=lambda view: _stored(view.stored or {}))
+    ]
+    return "\n".join(["experts as they are stored, by layer (there is no bit map yet)", table(rows)])
 
 
 def worst_text(worst: Sequence[tuple[float, int, int, str]]) -> str:
@@ -98,18 +113,25 @@ def _pack_rows(pack: PackView) -> list[Sequence[object]]:
     return rows
 
 
-def inspection_text(view: Inspection, *, with_map: bool = True) -> str:
+def _geometry(view: Inspection) -> str:
+    padded = f", padded to {view.intermediate_padded}" if view.intermediate_padded != view.intermediate else ""
+    experts = counted(view.num_experts, "expert")
+    return f"hidden {view.hidden}, intermediate {view.intermediate}{padded}, {experts}, top-{view.top_k}"
+
+
+def inspection_text(view: Inspection, *, with_map: bool = True, with_notes: bool = True) -> str:
     """The whole of ``inspect``."""
     rows: list[Sequence[object]] = [
         *_head(view),
         ("model", f"{view.model_type}, activation {view.activation}"),
-        (
-            "geometry",
-            f"hidden {view.hidden}, intermediate {view.intermediate}, {view.num_experts} experts, top-{view.top_k}",
-        ),
+        ("geometry", _geometry(view)),
         ("layers", f"{len(view.layers)} packed: {spans(v.layer for v in view.layers)}"),
         ("experts", ", ".join(f"{count} {kind}" for kind, count in view.expert_formats.items())),
-        ("base", "; ".join(f"{kind}: {n} tensors, {size(b)}" for kind, (n, b) in view.base_dtypes.items()) or "none"),
+        (
+            "base",
+            "; ".join(f"{kind}: {counted(n, 'tensor')}, {size(b)}" for kind, (n, b) in view.base_dtypes.items())
+            or "none",
+        ),
         ("base matrices", view.base_dialect),
         ("size", size(view.file_bytes)),
     ]
@@ -120,9 +142,10 @@ def inspection_text(view: Inspection, *, with_map: bool = True) -> str:
         )
         parts.append(legal)
     if with_map and view.layers:
-        parts.append(tier_map(view.layers, view.num_experts))
+        undecided = all(layer.stored is not None and not layer.tail for layer in view.layers)
+        parts.append(stored_text(view.layers) if undecided else tier_map(view.layers, view.num_experts))
     if view.pack is None:
-        parts += [f"note: {note}" for note in view.notes]
+        parts += [f"note: {note}" for note in view.notes if with_notes]
     else:
         if view.pack.worst_experts:
             parts.append(worst_text(view.pack.worst_experts))
@@ -139,19 +162,19 @@ def _rank_rows(plan: Plan) -> list[Sequence[object]]:
     return rows
 
 
-def counted(number: int, noun: str) -> str:
-    """Such as ``1 file`` or ``2 files``."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
 def _small(plan: Plan) -> int:
     return len(plan.copied) + len(plan.written) + 1  # the manifest
+
+
+def _planned_source(plan: Plan) -> Inspection:
+    """The source, with the size it is padded to."""
+    return replace(inspect_checkpoint(plan.source), intermediate_padded=plan.intermediate)
 
 
 def plan_json(plan: Plan, needs: Resources, found: Survey) -> dict[str, Any]:
     """``convert --dry-run --json``."""
     return {
-        "source": inspect_checkpoint(plan.source).as_dict(),
+        "source": _planned_source(plan).as_dict(),
         "topology": {
             "tensor_parallel": plan.topology.tensor_parallel,
             "expert_parallel": plan.topology.expert_parallel,
@@ -195,9 +218,10 @@ def plan_text(plan: Plan, needs: Resources, found: Survey, out: Path) -> str:
         rows.append(("finished", "everything: the pack there is complete"))
     elif found.done:
         rows.append(("finished", f"{counted(len(found.done), 'weight file')}, kept from before"))
-    head = inspection_text(inspect_checkpoint(plan.source), with_map=False)
+    head = inspection_text(_planned_source(plan), with_map=False, with_notes=False)
     title = f"plan for tp {plan.topology.tensor_parallel}, ep {plan.topology.expert_parallel}"
-    return "\n\n".join([head, title, table(rows), table(_rank_rows(plan)), "dry run: nothing was written"])
+    notes = ["\n".join(f"note: {note}" for note in plan.notes)] * bool(plan.notes)
+    return "\n\n".join([head, title, table(rows), table(_rank_rows(plan)), *notes, "dry run: nothing was written"])
 
 
 def report_lines(report: Report) -> list[str]:

@@ -9,8 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hybrid_pack.cli.progress import size
-from hybrid_pack.cli.tables import counted, table, tier_map
+from hybrid_pack.cli.progress import counted, size
+from hybrid_pack.cli.tables import table, tier_map
 from hybrid_pack.inspection import LayerView
 from hybrid_pack.io.bitmap import spans
 from hybrid_pack.tiers import Budget, KeepFraction, Rule, TierPlan
@@ -51,6 +51,8 @@ def tiers_json(plan: TierPlan, cards: Sequence[Fit], out: Path | None) -> dict[s
             "tensor_parallel": plan.topology.tensor_parallel,
             "expert_parallel": plan.topology.expert_parallel,
         },
+        "intermediate": plan.model.intermediate,
+        "intermediate_padded": plan.intermediate,
         "kept_format": plan.kept_format,
         "num_experts": plan.model.num_experts,
         "kept": {str(layer): list(kept) for layer, kept in plan.choice.kept.items()},
@@ -71,7 +73,7 @@ def tiers_json(plan: TierPlan, cards: Sequence[Fit], out: Path | None) -> dict[s
 
 def _rank_rows(plan: TierPlan) -> Rows:
     """Ranks that are equal in sequence share a row."""
-    rows: Rows = [("rank", "kept", "tail", "experts", "base", "weights")]
+    rows: Rows = [("rank", "kept", "tail", "expert files", "base", "weights")]
     for sizes, ranks in groupby(plan.ranks, key=lambda r: (r.kept, r.tail, r.experts, r.base, r.total)):
         rows.append((spans(rank.rank for rank in ranks), *map(size, sizes)))
     return rows
@@ -108,17 +110,20 @@ def tiers_text(plan: TierPlan, cards: Sequence[Fit], out: Path | None, src: str)
     least, middle, most = plan.counts
     experts = sum(map(len, plan.choice.kept.values()))
     all_experts = len(plan.choice.kept) * plan.model.num_experts
+    share = f"{experts} of {counted(all_experts, 'expert')} ({experts / all_experts:.1%})"
     rows: Rows = [
         ("source", plan.model.name),
         ("saliency", plan.metric or "of a metric the file does not name"),
         ("rule", _rule(plan.rule, plan.floor)),
         ("layers", f"{len(plan.choice.kept)} chosen in: {spans(plan.choice.kept)}"),
-        ("kept", f"{experts} of {all_experts} experts ({experts / all_experts:.1%}) as {plan.kept_format.upper()}"),
+        ("kept", f"{share} as {plan.kept_format.upper()}"),
         ("kept per layer", f"least {least}, median {middle:g}, most {most}"),
         ("retained", _retained(plan)),
         ("ties cut", _ties(plan)),
     ]
     base, topology = plan.base, plan.topology
+    size_of = plan.model.intermediate
+    padded = f"; intermediate {size_of}, padded to {plan.intermediate}" if plan.intermediate != size_of else ""
     whole = f"base tensors: {size(base.total)}, of which {size(base.whole)} whole on every rank, the rest split"
     kv = f"not estimated: {plan.kv.why_not}"
     if plan.kv.kind is not None:
@@ -135,7 +140,7 @@ def tiers_text(plan: TierPlan, cards: Sequence[Fit], out: Path | None, src: str)
     ]  # fmt: skip
     parts = [
         table(rows, ""),
-        f"tp {topology.tensor_parallel}, ep {topology.expert_parallel}; {whole}\n{table(_rank_rows(plan))}",
+        f"tp {topology.tensor_parallel}, ep {topology.expert_parallel}{padded}; {whole}\n{table(_rank_rows(plan))}",
         f"{fitting}\n{table(_card_rows(cards))}",
         tier_map(views, plan.model.num_experts),
         *(["\n".join(f"note: {note}" for note in plan.notes)] if plan.notes else []),
@@ -145,7 +150,10 @@ def tiers_text(plan: TierPlan, cards: Sequence[Fit], out: Path | None, src: str)
 
 
 def _next(plan: TierPlan, out: Path, src: str) -> str:
+    """The call that makes what was planned: every option that the sizes above depend on."""
     topology = plan.topology
     words = ["hybrid-pack", "convert", src, "--bit-map", str(out), "--out", "OUT", "--tp", topology.tensor_parallel]
     words += ["--ep", topology.expert_parallel] if topology.expert_parallel > 1 else []
+    words += ["--kept-format", plan.kept_format] if plan.forced else []
+    words += ["--pad"] if plan.pad else []
     return f"wrote {out}\nnext: {shlex.join(map(str, words))}"

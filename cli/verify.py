@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hybrid_pack.cli.options import LAYERS
-from hybrid_pack.cli.progress import ByteProgress, size
+from hybrid_pack.cli.progress import ByteProgress, counted, size
 from hybrid_pack.cli.source import hub_id, local_source
 from hybrid_pack.cli.streams import put
 from hybrid_pack.errors import DataError, plain
@@ -110,7 +110,7 @@ def _shown(report: VerifyReport, pack: str, as_json: bool) -> int:
     else:
         for check in report.checks:
             read = f", {size(check.nbytes)} in {check.seconds:.1f} s" if check.nbytes else ""
-            put(f"  checked      {check.name}: {check.count:,} {check.unit}{read}")
+            put(f"  checked      {check.name}: {counted(check.count, check.unit.removesuffix('s'))}{read}")
         for left in report.not_checked:
             put(f"  not checked  {left.what}: {left.why}")
         for line in report.declared:

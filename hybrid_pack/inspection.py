@@ -35,6 +35,7 @@ class LayerView:
         tail: Tail expert ids.
         kept_format: ``NVFP4``, ``MXFP4`` or ``-``.
         mapped: Whether the bit map names it; None where that is not known.
+        stored: Format to number of experts as they are stored, where there is no bit map; None elsewhere.
         kept_sqnr_db: Of its quantised kept experts together; None where there are none, or no error.
         tail_sqnr_db: Likewise in the tail.
     """
@@ -44,6 +45,7 @@ class LayerView:
     tail: tuple[int, ...]
     kept_format: str
     mapped: bool | None
+    stored: Mapping[str, int] | None = None
     kept_sqnr_db: float | None = None
     tail_sqnr_db: float | None = None
 
@@ -118,6 +120,7 @@ class Inspection:
         model_type: As in config.json.
         hidden: H.
         intermediate: I.
+        intermediate_padded: I as it is packed; the same where nothing is padded.
         num_experts: E.
         top_k: Experts a token visits.
         activation: Gated activation.
@@ -140,6 +143,7 @@ class Inspection:
     model_type: str
     hidden: int
     intermediate: int
+    intermediate_padded: int
     num_experts: int
     top_k: int
     activation: str
@@ -199,8 +203,23 @@ def _topology(source: Checkpoint, tp: int) -> TopologyView:
     return TopologyView(tp, None, plan.geometry.tiles, rank["kept"], rank["tail"])
 
 
-def _layer_view(layer: Layer) -> LayerView:
-    return LayerView(layer.index, layer.kept, layer.tail, KEPT_NAMES[SCALE_FORMATS[layer.kept_format]], layer.mapped)
+def _layer_view(layer: Layer, *, decided: bool) -> LayerView:
+    """Tiers of a layer; without a bit map also what its experts are stored as."""
+    counts = Counter(kind.upper() for kind in layer.stored.values()).most_common()
+    stored = None if decided else dict(sorted(counts, key=lambda item: item[0] == "NF3"))  # as tiers are ordered
+    kept_format = KEPT_NAMES[SCALE_FORMATS[layer.kept_format]]
+    return LayerView(layer.index, layer.kept, layer.tail, kept_format, layer.mapped, stored)
+
+
+def _no_map(source: Checkpoint) -> str:
+    """What the lack of a bit map means."""
+    if any(layer.tail for layer in source.layers.values()):
+        return "there is no bit map: tiers are as the experts are stored; convert needs a --bit-map"
+    kept = "+".join(sorted({str(layer.kept_format).upper() for layer in source.layers.values()})) or "4 bits"
+    return (
+        f"there is no bit map, so no tiers yet: sizes are with every expert kept as {kept}; "
+        "hybrid-pack plan makes the --bit-map that convert needs"
+    )
 
 
 def _origin(source: Checkpoint, bit_map_file: Path | None) -> str | None:
@@ -236,7 +255,7 @@ def inspect_checkpoint(
         for expert in layer.experts.values()
     )
     config, origin = source.config, _origin(source, bit_map_file)
-    no_map = () if origin else ("there is no bit map: tiers are as the experts are stored; convert needs a --bit-map",)
+    no_map = () if origin else (_no_map(source),)
     return Inspection(
         kind="checkpoint",
         folder=folder or str(source.root),
@@ -244,10 +263,11 @@ def inspect_checkpoint(
         model_type=config.model_type,
         hidden=source.hidden,
         intermediate=source.intermediate,
+        intermediate_padded=source.intermediate,
         num_experts=config.num_experts,
         top_k=config.top_k,
         activation=config.activation,
-        layers=tuple(map(_layer_view, source.layers.values())),
+        layers=tuple(_layer_view(layer, decided=origin is not None) for layer in source.layers.values()),
         expert_formats=dict(formats.most_common()),
         base_dtypes=_dtypes(source.base),
         base_dialect=_base_dialect({t.header.name: (t.header.dtype, t.header.shape) for t in source.base}),
@@ -307,6 +327,7 @@ def inspect_pack(root: Path, *, folder: str | None = None) -> Inspection:
         model_type=str(decoder.get("model_type", "unknown")),
         hidden=geometry.hidden_size,
         intermediate=geometry.intermediate_size,
+        intermediate_padded=geometry.intermediate_size_padded,
         num_experts=geometry.num_experts,
         top_k=geometry.top_k,
         activation=layout.activation,

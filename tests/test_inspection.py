@@ -74,11 +74,49 @@ def test_without_a_map_the_stored_formats_tell(tmp_path: Path) -> None:
         (v.layer, v.kept, v.tail, v.kept_format) for v in known.layers
     ]
     assert view.topologies == known.topologies
+    assert inspection_text(view).partition("tier map")[2].partition("\n\n")[0] == (
+        inspection_text(known).partition("tier map")[2].partition("\n\n")[0].replace(" + 0 NF3", "")
+    )
     with pytest.raises(DataError, match="no hybrid_bit_map"):
         open_checkpoint(without)
 
 
+WIDE = replace(SMALL, stored=("bf16",), map_in="none", second_scale="equal")
+
+
+def test_nothing_is_drawn_of_tiers_nobody_has_chosen(tmp_path: Path) -> None:
+    """What is stored, layers that are alike together; with a map the tiers."""
+    view = inspect_path(made(tmp_path / "source", WIDE))
+    assert [layer.stored for layer in view.layers] == [{"BF16": WIDE.num_experts}] * 3
+    text = inspection_text(view)
+    assert f"\n  3-5:  {WIDE.num_experts} BF16\n" in text
+    assert "tier map" not in text and "NF3" not in text
+    assert (
+        "note: there is no bit map, so no tiers yet: sizes are with every expert kept as NVFP4; hybrid-pack pl" in text
+    )
+    (tmp_path / "map.json").write_text(json.dumps(bit_map(WIDE)))
+    view = inspect_path(tmp_path / "source", bit_map_file=tmp_path / "map.json")
+    assert {layer.stored for layer in view.layers} == {None}
+    assert f"{WIDE.kept} NVFP4 + {WIDE.num_experts - WIDE.kept} NF3" in inspection_text(view)
+
+
+def test_mixed_formats_are_counted_by_layer(tmp_path: Path) -> None:
+    spec = replace(WIDE, stored=("bf16", "nvfp4", "bf16"), num_experts=4, mtp_layer=False)
+    view = inspect_path(made(tmp_path / "source", spec))
+    assert view.layers[0].stored == {"BF16": 3, "NVFP4": 1}
+    assert "\n  3-4:  3 BF16 + 1 NVFP4\n" in inspection_text(view)
+
+
 # packs
+
+
+def test_a_padded_pack_shows_both_sizes(tmp_path: Path) -> None:
+    source = open_checkpoint(made(tmp_path / "source", replace(SMALL, hidden=256, intermediate=160)))
+    convert(make_plan(source, Topology(2), pad=True), tmp_path / "pack", workers=2)
+    view = inspect_path(tmp_path / "pack")
+    assert (view.intermediate, view.intermediate_padded) == (160, 256)
+    assert view.as_dict()["intermediate_padded"] == 256
+    assert "hidden 256, intermediate 160, padded to 256, 4 experts" in inspection_text(view)
 
 
 def test_a_pack(pack: Path) -> None:
@@ -97,6 +135,7 @@ def test_a_pack(pack: Path) -> None:
     ):  # fmt: skip
         assert re.search(f"^{what}$", text, re.MULTILINE), (what, text)
     assert "by the report" not in text
+    assert view.intermediate == view.intermediate_padded and "padded" not in text
 
 
 def test_ranks_of_equal_sizes_share_a_row_and_others_do_not(tmp_path: Path) -> None:

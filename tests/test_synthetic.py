@@ -56,7 +56,7 @@ def test_the_default_is_small(tmp_path: Path) -> None:
         *(Spec(num_experts=4, stored=(kind,)) for kind in KINDS),
         Spec(num_experts=4, family=8),
         Spec(num_experts=4, stored=("nvfp4", "bf16", "fp8_block"), mix_matrices=True, mtp_layer=False),
-        *(Spec(num_experts=4, family=family) for family in range(11, 16)),
+        *(Spec(num_experts=4, family=family) for family in range(11, 17)),
         Spec(num_experts=4, variant="qwen3_vl_moe"),
         Spec(num_experts=4, family=14, stored=("nvfp4",)),
     ],

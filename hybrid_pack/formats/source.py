@@ -42,6 +42,7 @@ NATIVE = frozenset({"nvfp4", "mxfp4", "nf3"})
 FOUR_BIT = frozenset({"nvfp4", "mxfp4"})
 FP8_BLOCK = 128
 """Rows and columns of a block of ``fp8_block`` (DeepSeek-V3's ``weight_block_size``)."""
+SCALE_FIELDS = ("weight_scale", "scale")
 FP8_SCALE_FIELDS = ("weight_scale", "weight_scale_inv", "scale_inv", "weight_scale_fp8", "scale")
 
 _FLOATS: Mapping[str, FormatName] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
@@ -143,8 +144,9 @@ def _scales(fields: Mapping[str, Header], names: tuple[str, ...]) -> str | None:
     return next((name for name in names if name in fields), None)
 
 
-def _no_scale(codes: str) -> Unsupported:
-    return Unsupported(f"{codes} has no weight_scale beside it")
+def _no_scale(codes: str, names: tuple[str, ...]) -> Unsupported:
+    """No scale under any of the names that are looked for."""
+    return Unsupported(f"{codes} has no {names[0]} beside it, nor {', '.join(names[1:])}")
 
 
 def _misfit(field: str, fields: Mapping[str, Header], codes: str) -> Unsupported:
@@ -155,12 +157,12 @@ def _misfit(field: str, fields: Mapping[str, Header], codes: str) -> Unsupported
 
 def _packed_bytes(fields: Mapping[str, Header]) -> Detected | Unsupported:
     """``weight_packed``: NF3 has 12 bytes for one scale, compressed-tensors' MXFP4 16 and NVFP4 8."""
-    (dtype, shape), field = fields["weight_packed"], _scales(fields, ("weight_scale", "scale"))
+    (dtype, shape), field = fields["weight_packed"], _scales(fields, SCALE_FIELDS)
     expected = "neither NF3's U8 [N, K/8*3] nor 4-bit codes U8 [N, K/2]"
     if dtype not in _BYTES or len(shape) != 2:
         return Unsupported(f"weight_packed is {_text((dtype, shape))}, {expected}")
     if field is None:
-        return _no_scale("weight_packed")
+        return _no_scale("weight_packed", SCALE_FIELDS)
     scale_dtype, scale = fields[field]
     if len(scale) != 2 or scale[0] != shape[0] or scale[1] == 0 or shape[1] % scale[1]:
         return _misfit(field, fields, "weight_packed")
@@ -196,9 +198,9 @@ def _four_bits(fields: Mapping[str, Header]) -> Detected | Unsupported:
     if dtype not in {*_BYTES, "F4"} or len(shape) != 2:
         return Unsupported(f"weight is {_text((dtype, shape))}, not packed 4-bit codes U8 [N, K/2]")
     columns = shape[1] if dtype == "F4" else shape[1] * 2
-    field = _scales(fields, ("weight_scale", "scale"))
+    field = _scales(fields, SCALE_FIELDS)
     if field is None:
-        return _no_scale("weight")
+        return _no_scale("weight", SCALE_FIELDS)
     scale_dtype, scale = fields[field]
     if len(scale) != 2 or scale[0] != shape[0] or scale[1] == 0 or columns % scale[1]:
         return _misfit(field, fields, "weight")
@@ -216,7 +218,7 @@ def _eight_bits(fields: Mapping[str, Header]) -> Detected | Unsupported:
     if len(shape) != 2 or not all(shape):
         return Unsupported(f"weight is F8_E4M3 {list(shape)}, not [N, K]", wide=True)
     if field is None:
-        return replace(_no_scale("weight F8_E4M3"), wide=True)
+        return replace(_no_scale("weight F8_E4M3", FP8_SCALE_FIELDS), wide=True)
     rows, columns = shape
     dtype, scale = fields[field]
     if len(scale) == 4 and scale[1] == scale[3] == 1:  # ModelOpt keeps the blocks' own dimensions

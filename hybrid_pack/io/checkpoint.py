@@ -13,7 +13,7 @@ from hybrid_pack.io.config import CONFIG, ModelConfig, is_gated, read_config
 from hybrid_pack.io.digest import blake3_digest
 from hybrid_pack.io.excludes import matches
 from hybrid_pack.io.experts import BIAS, Expert, LayerTensors, Matrix, RowView
-from hybrid_pack.io.names import looks_like_expert, parse
+from hybrid_pack.io.names import likeliest_expert, looks_like_expert, parse
 from hybrid_pack.io.safetensors import FileHeader
 from hybrid_pack.io.shards import Located, Shards, read_shards
 from hybrid_pack.io.tiers import KeptFormat, Layer, open_layer, tiers
@@ -176,6 +176,25 @@ def _require_gates(config: ModelConfig, layers: Mapping[int, Layer]) -> None:
             )
 
 
+def _strangest(shards: Shards) -> str:
+    """What there is instead of experts."""
+    name = likeliest_expert(shards.tensors)
+    return f"{len(shards.tensors)} tensors" + ("" if name is None else f", such as {name}")
+
+
+def _bias_notes(layers: Iterable[Layer], mx_bias: int) -> list[str]:
+    """MXFP4 of compressed-tensors whose bias is taken to be what it is today, which no header tells."""
+    experts = (expert for layer in layers for expert in layer.experts.values())
+    if mx_bias != 127 or not any(
+        m.format.name == "mxfp4" and m.format.codes_field == "weight_packed" for e in experts for m in e.matrices
+    ):
+        return []
+    return [
+        "MXFP4 as compressed-tensors stores it: exports from before 2026-01 have scales with a bias of 125 and need "
+        "--mx-bias 125"
+    ]
+
+
 def _require_bias_use(layers: Iterable[Layer], mx_bias: int) -> None:
     formats = (m.format for layer in layers for e in layer.experts.values() for m in e.matrices)
     if mx_bias != 127 and not any(form.scale_bias == mx_bias for form in formats):
@@ -225,7 +244,7 @@ def open_checkpoint(
         raise DataError(
             "no routed expert found under any known name",
             where=root,
-            found=f"{len(shards.tensors)} tensors",
+            found=_strangest(shards),
             hint="is the family in hybrid_pack/io/names.py?",
         )
     missing = sorted(set(config.bit_map or ()) - set(grouped))
@@ -268,6 +287,7 @@ def open_checkpoint(
             *notes,
             *(_format_notes(layers.values(), config) if hybrid else ()),
             *_exclude_notes(layers.values(), config),
+            *_bias_notes(layers.values(), mx_bias),
         ),
         expert_biases=biased,
         options=SourceOptions(kept_format, requantize, mx_bias),

@@ -7,6 +7,7 @@ with a leading dimension of experts. A new family is a new line; nothing else ne
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -69,6 +70,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("Gemma-4 in one tensor", "model.language_model.layers.{L}.experts", STACKED),
     Family("Llama-4", "language_model.model.layers.{L}.feed_forward.experts", STACKED),
     Family("Step-3.5, Step-3.7", "model.layers.{L}.moe", GATE_UP_DOWN),
+    Family("Llama-4, text only", "model.layers.{L}.feed_forward.experts", STACKED),
 )
 
 NOT_PACKED = re.compile(
@@ -125,3 +127,10 @@ def parse(name: str) -> ExpertName | None:
 def looks_like_expert(name: str) -> bool:
     """Whether a tensor that no family matched still looks like a routed expert's."""
     return NOT_PACKED.search(name) is not None
+
+
+def likeliest_expert(names: Iterable[str]) -> str | None:
+    """Of names no family matches, the one that looks most like a routed expert's; None where none does."""
+    names = list(names)
+    loose = (name for name in names if "expert" in name.lower() and "shared" not in name.lower())
+    return next(filter(looks_like_expert, names), None) or next(loose, None)

@@ -92,13 +92,13 @@ def _sizes(view: PackView) -> str:
     rows = [
         ("experts", f"{experts:,} in {counted(len(view.layers), 'layer')}, {view.bits_per_weight:.2f} bits a weight"),
         *(
-            (view.tier_name(tier), f"{view.experts(tier):,} experts, {size(rank.tier_bytes(tier))} a rank")
+            (view.tier_name(tier), f"{counted(view.experts(tier), 'expert')}, {size(rank.tier_bytes(tier))} a rank")
             for tier in TIERS
             if view.experts(tier)
         ),
         ("experts of a rank", size(rank.nbytes)),
         ("all other tensors", size(view.base_bytes)),
-        ("whole pack", f"{size(view.total_bytes)} in {view.files:,} files"),
+        ("whole pack", f"{size(view.total_bytes)} in {counted(view.files, 'file')}"),
     ]
     return _table(("", ""), rows)
 
@@ -202,11 +202,11 @@ def model_card(view: PackView, config: Mapping[str, Any], front: Mapping[str, Va
     architecture = f"`{kind}`, " if re.fullmatch(r"\w{1,64}", kind := str(decoder.get("model_type", ""))) else ""
     notes = [*view.differs, *view.notes]
     body = f"""{_front(view, front)}
-# {marked(title)}, packed for {view.tensor_parallel * view.expert_parallel} ranks
+# {marked(title)}, packed for {counted(view.tensor_parallel * view.expert_parallel, "rank")}
 
 The routed experts of {marked(view.name)}, converted once and offline by hybrid-pack into one file for each rank and
 layer, in the layout that the kernels of b12x 1.1.0 read: {architecture}hidden size {view.hidden}, expert size
-{view.intermediate}, {view.num_experts} experts, top-{view.top_k}.
+{view.intermediate}, {counted(view.num_experts, "expert")}, top-{view.top_k}.
 
 ![Tier map: {counted(len(view.layers), "layer")} by {counted(view.num_experts, "expert")}]({TIER_MAP})
 

@@ -87,11 +87,13 @@ def values_of(entries: Iterable[QuantizedView]) -> list[float]:
 def color_range(values: Sequence[float]) -> tuple[float, float]:
     """Bounds of the inner colours: a few outliers do not take the colours from all the others.
 
+    To the hundredth that is shown: values that are written alike get one colour.
+
     Args:
         values: Ascending, at least one.
     """
     last = len(values) - 1
-    return values[round(last * 0.01)], values[round(last * 0.99)]
+    return round(values[round(last * 0.01)], 2), round(values[round(last * 0.99)], 2)
 
 
 def color_class(value: float, low: float, high: float) -> int:
@@ -119,13 +121,14 @@ def error_map(view: PackView, tier: Tier) -> str:
             rows[name].append([])
         for expert, db in sorted(by_layer[layer].items()):
             rows["exact" if db is None else f"q{color_class(db, low, high)}"][-1].append(expert)
-    span = f"from {values[0]:.2f} to {values[-1]:.2f} dB" if values else "all exact"
+    span = " to ".join(dict.fromkeys(f"{db:.2f}" for db in (values[0], values[-1]))) + " dB" if values else "all exact"
     total = len(values) + exact
     label = escaped(f"SQNR of {counted(total, 'expert')} of the {tier} tier in {counted(len(layers), 'layer')}, {span}")
     legend = ""
     if values and high > low:
         swatches = "".join(f'<i class="q{i}"></i>' for i in range(CLASSES))
-        legend = f'<span class="ramp">≤ {low:.1f} dB<span>{swatches}</span>≥ {high:.1f} dB</span>'
+        digits = 1 if f"{low:.1f}" != f"{high:.1f}" else 2
+        legend = f'<span class="ramp">≤ {low:.{digits}f} dB<span>{swatches}</span>≥ {high:.{digits}f} dB</span>'
     elif values:
         legend = key(f"q{CLASSES // 2}", f"{low:.2f} dB")
     if exact:

@@ -149,11 +149,13 @@ def diagnose(pack: Pack | None = None) -> Diagnosis:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     packages = b12x_probe.package_problems(have)
     problems = [*b12x_probe.device_problems(device), *packages]
+    foreign: list[str] = []
     torch_problem = None
     for geometry, kept, tail in _layers(pack) if pack is not None else ():
         found = b12x_probe.layer_problems(geometry, pack.tiles if pack else (0, 0, 0, 0), kept=kept, tail=tail)
-        problems += [problem for problem in found if problem not in problems]
+        foreign += [problem for problem in found if problem not in foreign]
         torch_problem = torch_problem or torch_backend.why_not_geometry(geometry)
+    problems += foreign
     if not problems and (problem := b12x_probe.import_problem()) is not None:
         problems.append(problem)
     reasons = {"b12x": "; ".join(problems) or None, "cuda": NOT_YET, "torch": torch_problem}
@@ -171,24 +173,33 @@ def diagnose(pack: Pack | None = None) -> Diagnosis:
         backends=tuple(
             Accepted(name) if (reason := reasons[name]) is None else Rejected(name, reason) for name in PREFERENCE
         ),
-        advice=tuple(_advice(bool(packages), reasons["torch"])),
+        advice=tuple(_advice(bool(packages), tuple(foreign), torch_problem)),
         pack=None if pack is None else str(pack.root),
     )
 
 
-def _advice(packages_missing: bool, torch_problem: str | None) -> list[str]:
+def _advice(packages_missing: bool, foreign: tuple[str, ...], torch_problem: str | None) -> list[str]:
+    """What to do.
+
+    Args:
+        packages_missing: b12x, or what it imports, is not installed as it has to be.
+        foreign: What the pack has that b12x's kernels do not take, whatever the machine.
+        torch_problem: Likewise for the backend ``torch``.
+    """
     advice = []
-    if not torch.cuda.is_available():
-        if torch.version.cuda is None:
+    if foreign:
+        advice.append(f"no GPU and no package makes b12x run this pack: {'; '.join(foreign)}")
+    else:
+        if not torch.cuda.is_available():
+            if torch.version.cuda is None:
+                how = "install a torch that is built with CUDA: https://pytorch.org/get-started/locally/"
+                advice.append(f"for a GPU, {how}")
+            else:
+                advice.append("this torch has CUDA but no device: look at the NVIDIA driver and CUDA_VISIBLE_DEVICES")
+        if packages_missing:
             advice.append(
-                "for a GPU, install a torch that is built with CUDA: https://pytorch.org/get-started/locally/"
+                f"for the fast backend: {b12x_probe.INSTALL} (about 1 GB; NF3 is only in b12x {b12x_probe.VERSION})"
             )
-        else:
-            advice.append("this torch has CUDA but finds no device: look at the NVIDIA driver and CUDA_VISIBLE_DEVICES")
-    if packages_missing:
-        advice.append(
-            f"for the fast backend: {b12x_probe.INSTALL} (about 1 GB; NF3 is only in b12x {b12x_probe.VERSION})"
-        )
     if torch_problem is not None:
-        advice.append("no backend of this version has the pack's activation; it can be converted and verified")
+        advice.append("the pack can be converted and verified, but this version of hybrid-pack cannot run it")
     return advice

@@ -92,8 +92,8 @@ class Pack:
             raise UsageError(
                 "this pack was made for other ranks", where=self.root, expected=f"tp {wanted[0]} x ep {wanted[1]}",
                 found=f"tp {made[0]} x ep {made[1]}",
-                hint=f"make the right one: hybrid-pack convert {self.manifest.source.name} --out NEW "
-                f"--tp {wanted[0]} --ep {wanted[1]}",
+                hint=f"convert {self.manifest.source.name} again with --tp {wanted[0]} --ep {wanted[1]} "
+                "and the options it was made with",
             )  # fmt: skip
 
     def load_layer(

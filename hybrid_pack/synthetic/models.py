@@ -68,6 +68,7 @@ MODELS: tuple[Model, ...] = (
     replace(_GEMMA4, stored="bf16"),
     replace(_LLAMA4, stored="bf16", transposed=True),
     Model("step3p7", activation=("", ""), stored="bf16", dotted=True),
+    replace(_LLAMA4, model_type="llama4_text", nested="", stored="bf16", transposed=True),
 )  # fmt: skip
 """For each line of ``names.FAMILIES``."""
 

@@ -77,7 +77,10 @@ class TierPlan:
         metric: What the saliency is, by whoever made it.
         rule: What was asked for.
         topology: tp and ep.
+        intermediate: I as it will be packed, padding counted.
+        pad: Whether ``convert`` must be told to pad for these sizes.
         kept_format: Format of the kept tier.
+        forced: Whether ``convert`` must be told the kept format for these sizes.
         scores: Saliency of the planned layers.
         choice: Kept experts of these.
         fixed: Layers that are not chosen, everything kept, and whether the map must name them so.
@@ -92,7 +95,10 @@ class TierPlan:
     metric: str | None
     rule: Rule
     topology: Topology
+    intermediate: int
+    pad: bool
     kept_format: str
+    forced: bool
     scores: Scores
     choice: Choice
     fixed: Mapping[int, Split]
@@ -218,11 +224,13 @@ def plan_tiers(
     """
     geometry = geometry_of(model.hidden, model.intermediate, model.num_experts, topology, gated=model.gated, pad=pad)
     layers = planned_layers(model, include_mtp)
-    kept_format = kept_format or default_kept_format(model)
+    asked, kept_format = kept_format, kept_format or default_kept_format(model)
+    # Told nothing, convert goes by what each layer's kept experts are stored as, which differs in a mixed model.
+    forced = asked is not None or (kept_format == "nvfp4" and any("mxfp4" in model.layers[i] for i in layers))
     scores, notes = for_layers(saliency, layers, model.layers, model.num_experts)
     everything = tuple(range(model.num_experts))
     fixed = {
-        i: Split(everything, kept_format if _wide(model, i) else kind)
+        i: Split(everything, kept_format if forced else "nvfp4" if _wide(model, i) else kind)
         for i, kind in model.layers.items()
         if i not in layers
     }
@@ -246,7 +254,10 @@ def plan_tiers(
         metric=saliency.metric,
         rule=rule,
         topology=topology,
+        intermediate=geometry.intermediate * topology.tensor_parallel,
+        pad=pad,
         kept_format=kept_format,
+        forced=forced,
         scores=scores,
         choice=choice,
         fixed=fixed,

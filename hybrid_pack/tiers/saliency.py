@@ -60,7 +60,7 @@ def _number(value: Any, layer: int, expert: int, where: object) -> float:
         raise DataError(
             f"layer {layer} expert {expert} of the saliency",
             where=where,
-            expected="a finite number, 0 or more",
+            expected=f"a finite number, 0 or more, at most {LARGEST:g}",
             found=repr(value)[:60],
             hint="saliency is a magnitude, and shares of it are compared: shift or flip it so that none is negative"
             if negative

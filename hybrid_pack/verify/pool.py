@@ -14,15 +14,18 @@ from hybrid_pack.errors import UsageError
 
 Task = Callable[[], None]
 
+MAX_WORKERS = 1024
+"""More threads than any machine has use for."""
+
 
 def worker_count(workers: int | None) -> int:
     """Threads to use; by default one a usable core.
 
     Raises:
-        UsageError: Fewer than one.
+        UsageError: Fewer than one, or more than ``MAX_WORKERS``.
     """
-    if workers is not None and workers < 1:
-        raise UsageError("at least one worker is needed", where="--workers", found=workers)
+    if workers is not None and not 1 <= workers <= MAX_WORKERS:
+        raise UsageError("not a number of workers", where="--workers", expected=f"1 to {MAX_WORKERS}", found=workers)
     return workers or len(os.sched_getaffinity(0))
 
 

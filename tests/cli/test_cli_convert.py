@@ -87,6 +87,23 @@ def test_dry_run_tells_sizes(source: Path, tmp_path: Path, command: Command) -> 
     assert [r["rank"] for r in plan["ranks"]] == [0, 1, 2, 3]
 
 
+def test_dry_run_tells_the_notes_of_the_run(tmp_path: Path, command: Command) -> None:
+    """What is quantised, what is padded: each once, and the same that the run says."""
+    spec = small(hidden=256, intermediate=192, stored=("bf16",), mtp_layer=False)
+    write_checkpoint(tmp_path / "wide", spec)
+    arguments = ["convert", tmp_path / "wide", "--out", tmp_path / "out", "--tp", 2, "--pad"]
+    text = command(*arguments, "--dry-run").out
+    told = [line for line in text.splitlines() if line.startswith("note: ")]
+    assert "note: intermediate size 192 is padded with zeros to 256" in told
+    assert any(re.search(r"become NF3 from BF16 \(search mse\): about 15\.8 dB", line) for line in told), told
+    assert re.search(r"^geometry +hidden 256, intermediate 192, padded to 256, ", text, re.MULTILINE)
+    plan = json.loads(command(*arguments, "--dry-run", "--json").out)
+    assert told == [f"note: {note}" for note in plan["notes"]]
+    assert (plan["source"]["intermediate"], plan["source"]["intermediate_padded"]) == (192, 256)
+    run = command(*arguments)
+    assert [line for line in run.err.splitlines() if line.startswith("note: ")] == told
+
+
 def test_dry_run_says_where_the_disk_is_too_small(
     source: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,3 +253,9 @@ def test_spans_and_tables() -> None:
     assert spans([]) == ""
     assert spans([3, 4, 5, 78]) == "3-5, 78"
     assert table([("rank", "size"), (0, "1 MB"), (10, "200 MB")]) == "  rank    size\n  0       1 MB\n  10    200 MB"
+
+
+def test_one_is_one(packed: Path, source: Path, command: Command) -> None:
+    text = command("verify", packed, "--source", source).out + command("inspect", packed).out
+    assert re.search(r"config\.json: 1 file, ", text)
+    assert not re.search(r"\b1 (files|tensors|shards|layers|experts|ranks)\b", text), text

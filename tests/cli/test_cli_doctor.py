@@ -12,14 +12,22 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_pack.io.names import FAMILIES
 from hybrid_pack.runtime import b12x_probe, doctor
 from hybrid_pack.runtime.b12x_probe import Installed
 from hybrid_pack.runtime.backends import Accepted, Rejected
+from hybrid_pack.synthetic import Spec, write_checkpoint
 from tests.cli.conftest import Command
 
 NOTHING = dict.fromkeys(b12x_probe.NEEDS)
 EVERYTHING = dict.fromkeys(b12x_probe.NEEDS, "1.0")
 ON_A_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
+
+
+GPT_OSS = Spec(
+    hidden=128, intermediate=128, num_experts=4, kept=2, moe_layers=(1,), dense_layers=(0,), mtp_layer=False, vocab=8,
+    family=next(i for i, family in enumerate(FAMILIES) if family.models.startswith("gpt-oss")),
+)  # fmt: skip
 
 
 def install(monkeypatch: pytest.MonkeyPatch, b12x: str | None, nf3: bool | None) -> None:
@@ -105,9 +113,35 @@ def test_a_pack_no_backend_can_run(command: Command, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(doctor, "_layers", other)
     result = command("doctor", packed)
-    assert result.code == 3 and "no backend of this version has the pack's activation" in result.out
-    assert "no backend can run" in result.err
+    assert result.code == 3 and "torch cannot: the activation 'gelu' is not supported" in result.out
+    assert "no GPU and no package makes b12x run this pack: the activation 'gelu' is not run by b12x" in result.out
+    assert "no backend can run: b12x: the activation 'gelu'" in result.err
     assert command("doctor").code == 0
+
+
+@pytest.mark.parametrize("machine", ["nothing", "everything"])
+def test_the_advice_follows_the_reasons(
+    machine: str, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """gpt-oss: its biases, not its activation; nothing that could be installed would help."""
+    write_checkpoint(tmp_path / "source", GPT_OSS)
+    assert command("convert", tmp_path / "source", "--out", tmp_path / "pack").code == 0
+    if machine == "everything":
+        install(monkeypatch, "1.1.0", True)
+        gpu(monkeypatch, 9, 0)
+    else:
+        install(monkeypatch, None, None)
+    result = command("doctor", tmp_path / "pack")
+    assert result.code == 3
+    reason = "its experts have biases (base tensors), which no backend of this version adds"
+    assert f"  torch cannot: {reason}\n" in result.out
+    advice = result.out.partition("what to do\n")[2].splitlines()
+    assert advice[0].startswith("  no GPU and no package makes b12x run this pack: ") and reason in advice[0]
+    assert advice[1:] == ["  the pack can be converted and verified, but this version of hybrid-pack cannot run it"]
+    assert re.fullmatch(
+        rf"hybrid-pack: \S+/pack: no backend can run: b12x: .*; cuda: not impl.*; torch: {re.escape(reason)}\n",
+        result.err,
+    )
 
 
 def test_json(command: Command, packed: Path) -> None:

@@ -124,6 +124,12 @@ CASES = {
     "out_is_another_pack": Case(
         "convert source --out pack --resume", 2, r"options is there: tensor_parallel was 2, now 1"
     ),
+    "verify_workers_zero": Case(
+        "verify pack --workers 0", 2, r"--workers: not a number of workers \(expected 1 to 1024, found 0\)"
+    ),
+    "verify_workers_many": Case(
+        "verify pack --workers 1025", 2, r"--workers: not a number of workers \(expected 1 to 1024, found 1025\)"
+    ),
     "verify_missing": Case("verify nowhere", 2, r"nowhere: .*no"),
     "verify_no_rank": Case("verify pack --rank 2", 2, r"rank"),
     "verify_map_without_source": Case("verify pack --bit-map map.json", 2, r"--source", put("map.json")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +104,47 @@ def test_converted_to_the_byte(folder: Path, command: Command) -> None:
     assert (plan["retained"]["overall"], plan["tied"]) == (1.0, [])
 
 
+WIDE = replace(SPEC, hidden=256)
+SIZED = {
+    "as asked": replace(WIDE, stored=("nvfp4",)),
+    "padded": replace(WIDE, intermediate=192, stored=("bf16",)),
+    "mixed": replace(WIDE, stored=("mxfp4", "bf16")),
+    "MTP of another format": replace(WIDE, kept_format="mxfp4"),
+}
+"""Sources whose planned sizes depend on more than map and topology."""
+
+NEXT = {
+    "as asked": ("--keep 3 --kept-format mxfp4 --tp 2", "--tp 2 --kept-format mxfp4"),
+    "padded": ("--keep 3 --pad --tp 2 --ep 2", "--tp 2 --ep 2 --pad"),
+    "mixed": ("--keep 4", "--tp 1 --kept-format nvfp4"),
+    "MTP of another format": ("--keep 8", "--tp 1"),
+}
+
+
+@pytest.mark.parametrize("case", NEXT)
+def test_the_next_command_makes_what_was_planned(case: str, folder: Path, command: Command) -> None:
+    """Run as it is printed, it writes files of the planned sizes."""
+    given, printed = NEXT[case]
+    write_checkpoint(folder / "made", SIZED[case])
+    call = ["plan", "made", "--saliency", "s.json", *given.split(), "--out", "map.json"]
+    result = command(*call)
+    assert (result.code, result.err) == (0, "")
+    (line,) = re.findall(r"^next: hybrid-pack (.*)$", result.out, re.MULTILINE)
+    assert line == f"convert made --bit-map map.json --out OUT {printed}"
+    assert ("; intermediate 192, padded to 256; base" in result.out) == (case == "padded")
+    plan = json.loads(command(*call, "--overwrite", "--json").out)
+    assert plan["intermediate_padded"] == (256 if case == "padded" else plan["intermediate"])
+    assert command(*line.replace("OUT", "pack").split()).code == 0
+    for rank in plan["ranks"]:
+        files = next((folder / "pack/experts").iterdir()).glob(f"rank-{rank['rank']}/*")
+        assert sum(file.stat().st_size for file in files) == rank["experts"]
+
+
 def test_json(folder: Path, command: Command) -> None:
     plan = planned(command, "--keep-fraction 1/4 --tp 2 --ep 2 --kept-format mxfp4 --cards 4x48GB --working-room 2GiB")
     assert plan["kept"] == {"3": [0, 2], "4": [0, 1]}
     assert plan["rule"] == {"keep_fraction": 0.25}
-    assert plan["layers_all_kept"] == {"5": {"kept_format": "nvfp4", "in_map": False}}
+    assert plan["layers_all_kept"] == {"5": {"kept_format": "mxfp4", "in_map": False}}
     assert plan["topology"] == {"tensor_parallel": 2, "expert_parallel": 2}
     assert (plan["metric"], plan["kept_format"], plan["out"]) == ("reap", "mxfp4", None)
     assert [rank["rank"] for rank in plan["ranks"]] == [0, 1, 2, 3]
@@ -232,6 +268,10 @@ CASES = {
     ),
     "saliency_mtp": Case(
         f"{PLAN} --keep 1 --include-mtp", 1, r"s\.json: the saliency has no layer 5 \(expected layers 3-5, found 3-4\)"
+    ),
+    "saliency_large": Case(
+        f"{PLAN} --keep 1", 1, r"expected a finite number, 0 or more, at most 1e\+300, found 1e\+308",
+        put("s.json", json.dumps({"3": [1e308] * 8, "4": SALIENCY["4"]})),
     ),
     "already_hybrid": Case("plan hybrid --saliency s.json --keep 1", 1, r"layer 1 expert \d is NF3 already"),
     "empty_source": Case("plan empty --saliency s.json --keep 1", 1, r"no such file", lambda f: (f / "empty").mkdir()),

@@ -91,7 +91,7 @@ def test_supported(fields: Fields, expected: SourceFormat, rows: int, columns: i
         ({}, "neither weight nor weight_packed is stored"),
         (scale("F8_E4M3", 64, 4), "neither weight nor weight_packed is stored"),
         ({"w13_blocks": ("U8", (64, 32))}, "neither weight nor weight_packed is stored"),
-        (weight("U8", 64, 32), "weight has no weight_scale beside it"),
+        (weight("U8", 64, 32), "weight has no weight_scale beside it, nor scale"),
         (packed("U8", 64, 24), "weight_packed has no weight_scale beside it"),
         (weight("U8", 64, 32) | scale("F32", 1, 1, name="weight_scale_inv"), "weight has no weight_scale beside it"),
         (weight("I32", 64, 8), "weight is I32 [64, 8], not packed 4-bit codes U8 [N, K/2]"),
@@ -164,7 +164,10 @@ def test_wide_formats(fields: Fields, expected: SourceFormat) -> None:
     ("fields", "reason"),
     [
         (weight("F8_E5M2", 64, 64), "weight is F8_E5M2, which this version does not read"),
-        (weight("F8_E4M3", 64, 64), "weight F8_E4M3 has no weight_scale beside it"),
+        (
+            weight("F8_E4M3", 64, 64),
+            "weight F8_E4M3 has no weight_scale beside it, nor weight_scale_inv, scale_inv, weight_scale_fp8, scale",
+        ),
         (weight("F8_E4M3", 2, 64, 64) | scale("F32"), "weight is F8_E4M3 [2, 64, 64], not [N, K]"),
         (weight("BF16", 2, 64, 64), "weight is BF16 [2, 64, 64], not [N, K]"),
         (fp8("F32", 3, 4), "weight_scale_inv F32 [3, 4] beside weight F8_E4M3 [300, 640] is neither MXFP8"),

@@ -171,6 +171,28 @@ def experts_output(root: Path, family: str, x: torch.Tensor) -> tuple[torch.Tens
     return ours, (stored("gate_up_proj"), stored("down_proj"))  # type: ignore[return-value]
 
 
+def test_llama4_text_as_transformers_saves_it(tmp_path: Path) -> None:
+    """Its text model alone: names, shapes and configuration are its own, and the experts give what its own give."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    config = Llama4TextConfig(
+        vocab_size=8, hidden_size=COLUMNS, intermediate_size=ROWS, intermediate_size_mlp=ROWS, num_hidden_layers=2,
+        num_local_experts=2, num_experts_per_tok=1, interleave_moe_layer_step=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32, pad_token_id=0,
+    )  # fmt: skip
+    model = Llama4ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    source = open_checkpoint(tmp_path, require_map=False)
+    assert list(source.layers) == [0, 1]
+    x = torch.randn(5, COLUMNS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expert = source.layers[1].experts[1]
+    assert expert.gate is not None
+    gate, up, down = (torch.from_numpy(read(m)).to(torch.float64) for m in expert.matrices)
+    ours = (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+    theirs = model.model.layers[1].feed_forward.experts.to(torch.float64)(torch.cat([torch.zeros_like(x), x]))[len(x) :]
+    torch.testing.assert_close(ours, theirs.detach())
+
+
 def test_llama4_of_transformers(tmp_path: Path) -> None:
     from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
     from transformers.models.llama4.modeling_llama4 import Llama4TextExperts

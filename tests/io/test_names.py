@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_pack.io.names import FAMILIES, Family, looks_like_expert, parse
+from hybrid_pack.io.names import FAMILIES, Family, likeliest_expert, looks_like_expert, parse
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.models)
@@ -88,3 +88,16 @@ def test_fields_of_tensors_of_all_experts(name: str, role: str, field: str) -> N
 def test_the_router_of_step_is_no_expert() -> None:
     for name in ("model.layers.3.moe.gate.weight", "model.layers.3.moe.router_bias"):
         assert parse(name) is None and not looks_like_expert(name)
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ([], None),
+        (["lm_head.weight", "model.layers.3.mlp.shared_experts.gate_proj.weight"], None),
+        (["a.shared_expert.w", "decoder.3.ffn_expert_bank.w1"], "decoder.3.ffn_expert_bank.w1"),
+        (["decoder.3.expert_bank.w1", "mtp.layers.0.mlp.experts.0.w1.weight"], "mtp.layers.0.mlp.experts.0.w1.weight"),
+    ],
+)
+def test_the_likeliest_expert(names: list[str], found: str | None) -> None:
+    assert likeliest_expert(iter(names)) == found

@@ -234,7 +234,17 @@ def test_names_of_no_family(tmp_path: Path, kind: Kind) -> None:
         for name in list(tensors.weight_map):
             if ".experts" in name or ".moe." in name:
                 tensors.rename(name, name.replace(".experts", ".specialists").replace(".moe.", ".mob."))
-    with pytest.raises(DataError, match="no routed expert found under any known name"):
+    with pytest.raises(DataError, match=r"no routed expert found under any known name \(found \d+ tensors\)"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mtp.layers.0.mlp.experts.0.gate_proj.weight", "decoder.3.expert_bank.w1"])
+def test_a_name_of_no_family_that_looks_like_an_expert_is_shown(tmp_path: Path, name: str) -> None:
+    write_checkpoint(tmp_path, Spec(num_experts=4, kept=2, moe_layers=(1,), dense_layers=(0,), mtp_layer=False))
+    with edit_tensors(tmp_path) as tensors:
+        for n, old in enumerate([n for n in tensors.weight_map if ".experts." in n]):
+            tensors.rename(old, f"other.{n}" if n else name)
+    with pytest.raises(DataError, match=rf"under any known name \(found \d+ tensors, such as {re.escape(name)}\)"):
         open_checkpoint(tmp_path)
 
 

@@ -45,7 +45,7 @@ def test_every_format_takes_either_tier(tmp_path: Path, kind: str) -> None:
     assert (layer.kept, layer.tail) == (KEPT, TAIL)
     assert layer.stored == dict.fromkeys(range(4), label)
     assert layer.kept_format == ("mxfp4" if label == "mxfp4" else "nvfp4")
-    assert layer.mapped and source.notes == ()
+    assert layer.mapped and len(source.notes) == (kind == "ct_mxfp4")
     for expert in layer.experts.values():
         for matrix in expert.matrices:
             assert matrix.format.native == (label in ("nvfp4", "mxfp4"))
@@ -119,6 +119,17 @@ def test_four_bits_called_tail_beside_nf3(tmp_path: Path) -> None:
         quantization(config)[KEY]["1"][TAIL[0]] = 4
     with pytest.raises(DataError, match=rf"layer 1 expert {TAIL[0]}: .*disagree .*kept \(4\), found NF3"):
         open_checkpoint(tmp_path, requantize=True)
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "ct_mxfp4", "ct_nvfp4"])
+def test_what_bias_is_taken_is_said_where_nothing_tells_it(tmp_path: Path, kind: str) -> None:
+    """Once, of compressed-tensors' MXFP4 alone, and not where the bias was given."""
+    source = opened(tmp_path, replace(TINY, stored=(kind, "bf16")))
+    found = [note for note in source.notes if "--mx-bias" in note]
+    assert len(found) == (kind == "ct_mxfp4")
+    if found:
+        assert "exports from before 2026-01 have scales with a bias of 125 and need --mx-bias 125" in found[0]
+        assert not [note for note in open_checkpoint(tmp_path, mx_bias=125).notes if "--mx-bias" in note]
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "ct_nvfp4", "bf16", "fp8_block"])

@@ -184,6 +184,7 @@ def test_it_says_how_the_pack_is_cut() -> None:
     assert "tensor parallel 2 and expert parallel 4" in text
     assert "experts/tp2-ep4/rank-<r>" in text
     assert "expect_tp=2" in text
+    assert "packed for 1 rank\n" in card(topology=Topology(1, 1), hidden=256, intermediate=256)
 
 
 def test_only_an_untouched_card_is_ours() -> None:

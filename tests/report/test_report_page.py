@@ -161,6 +161,25 @@ def test_every_cell_of_the_error_maps() -> None:
                 assert data["db"][row][expert] == ("=" if db is None else round(100 * db))
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "legend"),
+    [
+        (21.8131, 21.8131, "21.81 dB"),
+        (21.8131, 21.8132, "21.81 dB"),
+        (21.811, 21.842, "≤ 21.81 dB ≥ 21.84 dB"),
+        (21.7, 21.842, "≤ 21.7 dB ≥ 21.8 dB"),
+    ],
+)
+def test_the_legend_has_no_number_twice(low: float, high: float, legend: str) -> None:
+    made = errors(TIERS, 16, exact=0)
+    for entry in made:
+        entry["sqnr_db"] = [low, *[high] * (len(entry["experts"]) - 1)]
+    text = page(make_view(manifest(TIERS, 16, quantized=made), []), None)
+    figure = text.partition('id="errors-kept"')[2].partition("<figcaption>")[2].partition("</figcaption>")[0]
+    assert " ".join(Tree(f"<p>{figure}</p>").text.split()).startswith(legend)
+    assert ("ramp" in figure) == ("≤" in legend)
+
+
 def test_panels_without_anything_to_show_say_why() -> None:
     words = Tree(page(make_view(manifest(TIERS, 16), []), None)).text
     assert "No expert was quantised when this pack was made" in words

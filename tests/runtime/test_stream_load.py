@@ -258,7 +258,8 @@ OPTIONS = [
     ({"device": "gpu"}, r"not a device"),
     (
         {"expect_tp": 4},
-        r"made for other ranks \(expected tp 4 x ep 2, found tp 2 x ep 2\); make .*convert \w+ --out NEW --tp 4 --ep 2",
+        r"made for other ranks \(expected tp 4 x ep 2, found tp 2 x ep 2\); "
+        r"convert \w+ again with --tp 4 --ep 2 and the options it was made with$",
     ),
     ({"expect_ep": 1}, r"expected tp 2 x ep 1, found tp 2 x ep 2.*--tp 2 --ep 1"),
 ]

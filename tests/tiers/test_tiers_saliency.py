@@ -125,7 +125,10 @@ def t(tensors: dict[str, tuple[str, list[float]]], message: str, shape: tuple[in
 def value(text: str, found: str) -> Case:
     """Expert 1 of layer 3."""
     document = json.dumps(GOOD).replace("1.25", text)
-    return j(document, rf"s\.json: layer 3 expert 1 of the saliency \(expected a finite number, 0 or more, {found}")
+    return j(
+        document,
+        rf"s\.json: layer 3 expert 1 of the saliency \(expected a finite number, 0 or more, at most 1e\+300, {found}",
+    )
 
 
 def key(name: str, found: str) -> Case:
