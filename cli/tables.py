@@ -220,7 +220,7 @@ def plan_text(plan: Plan, needs: Resources, found: Survey, out: Path) -> str:
         rows.append(("finished", f"{counted(len(found.done), 'weight file')}, kept from before"))
     head = inspection_text(_planned_source(plan), with_map=False, with_notes=False)
     title = f"plan for tp {plan.topology.tensor_parallel}, ep {plan.topology.expert_parallel}"
-    notes = ["\n".join(f"note: {note}" for note in plan.notes)] * bool(plan.notes)
+    notes = ["\n".join(f"note: {note}" for note in plan.announcements)] * bool(plan.announcements)
     return "\n\n".join([head, title, table(rows), table(_rank_rows(plan)), *notes, "dry run: nothing was written"])
 
 
