@@ -14,7 +14,7 @@ from hybrid_pack.cli.progress import counted, size
 from hybrid_pack.convert import Conversion, Resources, Survey
 from hybrid_pack.inspection import Inspection, LayerView, PackView, inspect_checkpoint
 from hybrid_pack.io.bitmap import spans
-from hybrid_pack.io.declared import differences
+from hybrid_pack.io.declared import differences, worst_of_tiers
 from hybrid_pack.plan import Plan
 from hybrid_pack.schemas.manifest import Report
 
@@ -72,11 +72,24 @@ def stored_text(layers: Sequence[LayerView]) -> str:
     return "\n".join(["experts as they are stored, by layer (there is no bit map yet)", table(rows)])
 
 
-def worst_text(worst: Sequence[tuple[float, int, int, str]]) -> str:
+def worst_text(worst: Sequence[tuple[float, int, int, str]], indent: str = "") -> str:
     """The quantised experts that lost most."""
     rows: list[Sequence[object]] = [("worst experts", "layer", "expert", "SQNR")]
     rows += [(tier, layer, expert, f"{sqnr:.2f} dB") for sqnr, layer, expert, tier in worst]
-    return table(rows, "")
+    return table(rows, indent)
+
+
+def errors_text(report: Report) -> list[str]:
+    """SQNR of every layer and tier with quantised experts, and the worst experts; nothing where none were quantised."""
+    found: dict[int, dict[str, str]] = {}
+    for entry in report.experts_quantized:
+        sqnr = "exact" if entry.tier_sqnr_db is None else f"{entry.tier_sqnr_db:.2f} dB"
+        found.setdefault(entry.layer, {})[entry.tier] = f"{sqnr} ({entry.method}, {len(entry.experts)})"
+    if not found:
+        return []
+    rows: list[Sequence[object]] = [("layer", "kept: SQNR (how, experts)", "tail: SQNR (how, experts)")]
+    rows += [(layer, tiers.get("kept", "-"), tiers.get("tail", "-")) for layer, tiers in sorted(found.items())]
+    return [table(rows), worst_text(worst_of_tiers(report), "  ")]
 
 
 def _head(view: Inspection) -> list[Sequence[object]]:
@@ -266,6 +279,7 @@ def conversion_text(done: Conversion, plan: Plan, out: Path, src: str) -> str:
         f"packed {plan.source.name} for tp {plan.topology.tensor_parallel}, "
         f"ep {plan.topology.expert_parallel} into {out}"
     ]
-    lines += [table(rows), table(_rank_rows(plan)), *(f"  {line}" for line in report_lines(report))]
+    lines += [table(rows), table(_rank_rows(plan)), *errors_text(report)]
+    lines += [f"  {line}" for line in report_lines(report)]
     verify = shlex.join(["hybrid-pack", "verify", str(out), "--source", src])
     return "\n".join([*lines, f"next: {verify}"])

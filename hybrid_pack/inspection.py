@@ -13,14 +13,13 @@ from hybrid_pack.errors import DataError, UsageError
 from hybrid_pack.io.bitmap import find_bit_map, parse_bit_map
 from hybrid_pack.io.checkpoint import Checkpoint, Layer, open_checkpoint
 from hybrid_pack.io.config import CONFIG, HF_QUANT_CONFIG, read_document
-from hybrid_pack.io.declared import declared, worst_experts
+from hybrid_pack.io.declared import declared, worst_of_tiers
 from hybrid_pack.io.manifest import MANIFEST, STATE, expected_tensors, read_manifest, topology_of
 from hybrid_pack.io.shards import INDEX, Located
 from hybrid_pack.plan import SCALE_FORMATS, make_plan
 from hybrid_pack.schemas.manifest import Manifest
 from hybrid_pack.sharding import Topology, legal_ep, legal_tp, padded_intermediate, why_not_tp
 
-WORST_SHOWN = 5
 TP_SHOWN = (1, 2, 3, 4, 6, 8, 16)
 KEPT_NAMES = {"e4m3_k16": "NVFP4", "e8m0_k32": "MXFP4", None: "-"}
 
@@ -365,7 +364,7 @@ def inspect_pack(root: Path, *, folder: str | None = None) -> Inspection:
             abi=layout.abi,
             self_digest=manifest.self_digest,
             declared=declared(manifest.report),
-            worst_experts=tuple(worst_experts(manifest.report, WORST_SHOWN)),
+            worst_experts=tuple(worst_of_tiers(manifest.report)),
         ),
     )
 

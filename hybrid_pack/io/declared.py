@@ -23,6 +23,11 @@ def declared(report: Report) -> tuple[str, ...]:
     return (*differences(report), *report.notes)
 
 
+def worst_of_tiers(report: Report, count: int = 3) -> list[tuple[float, int, int, str]]:
+    """The worst of each tier, kept first."""
+    return [entry for tier in TIERS for entry in worst_experts(report, count, (tier,))]
+
+
 def _percent(part: int, whole: int) -> str:
     share = 100 * part / whole
     return f"{share:.0f} %" if share >= 10 else f"{share:.2g} %"

@@ -13,7 +13,7 @@ import pytest
 from hybrid_pack.cli.options import BYTES, LAYERS
 from hybrid_pack.cli.progress import ByteProgress, size
 from hybrid_pack.cli.tables import spans, table
-from hybrid_pack.synthetic import write_checkpoint
+from hybrid_pack.synthetic import Spec, write_checkpoint
 from tests.cli.conftest import Command
 from tests.convert.support import small, stamps, tree
 
@@ -259,3 +259,24 @@ def test_one_is_one(packed: Path, source: Path, command: Command) -> None:
     text = command("verify", packed, "--source", source).out + command("inspect", packed).out
     assert re.search(r"config\.json: 1 file, ", text)
     assert not re.search(r"\b1 (files|tensors|shards|layers|experts|ranks)\b", text), text
+
+
+def test_the_summary_tells_the_error_of_every_layer(tmp_path: Path, command: Command) -> None:
+    spec = Spec(
+        hidden=128, intermediate=128, num_experts=4, kept=1, vocab=8, moe_layers=(1, 2), dense_layers=(0,),
+        mtp_layer=False, stored=("bf16",),
+    )  # fmt: skip
+    write_checkpoint(tmp_path / "source", spec)
+    result = command("convert", str(tmp_path / "source"), "--out", str(tmp_path / "out"))
+    assert result.code == 0
+    report = json.loads((tmp_path / "out" / "hybrid_pack.json").read_text())["report"]["experts_quantized"]
+    assert len(report) == 4
+    for entry in report:
+        assert f"{entry['tier_sqnr_db']:.2f} dB (mse, {len(entry['experts'])})" in result.out
+        worst = min(entry["sqnr_db"])
+        if worst == min(min(e["sqnr_db"]) for e in report if e["tier"] == entry["tier"]):
+            assert f"{worst:.2f} dB" in result.out
+    shown = command("inspect", str(tmp_path / "out")).out
+    for entry in report:
+        assert f"{entry['tier']} {entry['tier_sqnr_db']:.2f} dB" in shown
+    assert "worst experts" in result.out and "worst experts" in shown
