@@ -151,7 +151,8 @@ class Requantized(Strict):
     worst_relative_error: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-Decibel = Annotated[float, Field(allow_inf_nan=False)]
+Decibel = Annotated[float, Field(ge=-10_000, le=10_000, allow_inf_nan=False)]
+"""More than the square of what binary64 holds needs."""
 SearchName = Literal["absmax", "mse", "weighted"]
 
 
