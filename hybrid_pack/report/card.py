@@ -174,7 +174,8 @@ def _measured(view: PackView) -> str:
     if quantized:
         parts.append(
             f"{counted(len(quantized), 'expert')} quantised while packing. SQNR is 10 log10 of the sum of squares of "
-            f"the source's weights over that of the differences:\n\n{_errors(view)}"
+            f"the source's weights over that of the differences, whatever the method weighs"
+            f"{_GPTQ if any(e.gptq_to_rtn is not None for e in view.quantized) else ''}:\n\n{_errors(view)}"
         )
     if view.requantized:
         layer, expert, worst = max(view.requantized, key=lambda entry: entry[2])
@@ -182,12 +183,21 @@ def _measured(view: PackView) -> str:
             f"{counted(len(view.requantized), 'expert')} with gate and up scales brought to one second scale; the "
             f"worst relative error of a scale is {worst:.2g}, layer {layer} expert {expert}."
         )
-    parts += [f"{number:,} {what}." for what, number in view.counts if number]
+    # The first plural is what is counted.
+    parts += [
+        f"{number:,} {what if number > 1 else re.sub(r's(?= )', '', what, count=1)}."
+        for what, number in view.counts
+        if number
+    ]
     return "\n".join(f"* {part}" for part in parts)
+
+
+_GPTQ = "; GPTQ to nearest is its error on the Hessians over that of rounding to nearest, the median of layers"
 
 
 def _errors(view: PackView) -> str:
     rows = []
+    improved = any(e.gptq_to_rtn is not None for e in view.quantized)
     for tier in TIERS:
         for key in sorted({(e.method, e.sources) for e in view.quantized if e.tier == tier}):
             entries = [e for e in view.quantized if (e.tier, e.method, e.sources) == (tier, *key)]
@@ -195,9 +205,13 @@ def _errors(view: PackView) -> str:
             numbers = [f"{value:.2f}" for value in (found[0], median(found), found[-1])] if found else ["exact"] * 3
             experts = sum(len(e.sqnr_db) for e in entries)
             layers = spans(sorted({e.layer for e in entries}))
-            cells = (view.tier_name(tier), key[0], ", ".join(map(marked, key[1])), layers, f"{experts:,}", *numbers)
+            cells = [view.tier_name(tier), key[0], ", ".join(map(marked, key[1])), layers, f"{experts:,}", *numbers]
+            if improved:
+                ratios = [e.gptq_to_rtn for e in entries if e.gptq_to_rtn is not None]
+                cells.append(f"{median(ratios):.2f}" if ratios else "–")
             rows.append(cells)
-    head = ("tier", "method", "from", "layers", "experts", "worst dB", "median dB", "best dB")
+    head = ["tier", "method", "from", "layers", "experts", "worst dB", "median dB", "best dB"]
+    head += ["GPTQ to nearest"] if improved else []
     return "\n".join(f"  {line}" for line in _table(head, rows).splitlines())
 
 

@@ -190,6 +190,34 @@ def test_what_was_measured_is_what_the_manifest_says() -> None:
     assert "8,880 groups with scale zero" in text
 
 
+def test_what_gptq_gained_is_in_the_table() -> None:
+    text = card(quantized=errors(TIERS, 16, exact=0, ratios={3: 0.5, 4: 0.25, 5: 0.75}))
+    rows = {line.split("|")[1].strip(): line.strip(" |").split("|")[-1].strip() for line in text.splitlines()
+            if line.startswith("  | ")}  # fmt: skip
+    assert rows == {"tier": "GPTQ to nearest", "---": "---", "kept (NVFP4)": "–", "tail (NF3)": "0.50"}
+    assert "GPTQ" not in card(quantized=errors(TIERS, 16))
+
+
+def test_notes_are_what_no_table_says() -> None:
+    assert "## Notes" not in card(quantized=errors(TIERS, 16))
+    bad = errors(TIERS, 16)
+    bad[1]["sqnr_db"][0] = 3.0
+    text = card(quantized=bad, notes=["not copied: assets"])
+    notes = text.partition("## Notes\n")[2].partition("\n\n")[0].splitlines()
+    assert notes[0].startswith("* WARNING: 1 tail expert below 10 dB")
+    assert notes[1:] == ["* not copied: assets"]
+
+
+def test_one_of_a_kind_is_no_plural() -> None:
+    found = manifest(TIERS, 16)
+    counted = {"groups_zero_scale": 1, "blocks_flushed": 1, "scales_saturated": 2}
+    made = found.model_copy(update={"report": found.report.model_copy(update=counted)})
+    text = model_card(make_view(made, []), {}, {})
+    assert "* 1 group with scale zero" in text
+    assert "* 1 NVFP4 block too small for the kernel's scale byte" in text
+    assert "* 2 MXFP4 scales above the kernel's largest" in text
+
+
 def test_nothing_quantised_has_no_error_table() -> None:
     text = card()
     assert "SQNR" not in text
