@@ -9,7 +9,7 @@ from hybrid_pack.io.config import CONFIG
 from hybrid_pack.io.manifest import README
 from hybrid_pack.io.output import write_small
 from hybrid_pack.plan import Plan
-from hybrid_pack.report.card import is_ours, model_card
+from hybrid_pack.report.card import describes, is_ours, model_card
 from hybrid_pack.report.data import make_view
 from hybrid_pack.report.frontmatter import Value, read_front_matter
 from hybrid_pack.schemas.manifest import Manifest
@@ -24,14 +24,23 @@ def _front(root: Path) -> dict[str, Value]:
         return {}
 
 
-def _may_write(path: Path) -> bool:
-    """Whether there is no card, or one that was written here and not edited."""
-    if path.is_symlink():
-        return False
-    return not path.exists() or (path.is_file() and is_ours(path.read_bytes()))
+def _kept(path: Path, manifest: Manifest) -> str | None:
+    """Why the card that is there stays, or None where there is none, or one that was written here and not edited."""
+    if not path.is_symlink():
+        if not path.exists():
+            return None
+        card = path.read_bytes() if path.is_file() else b""
+        if is_ours(card):
+            return None
+        if describes(card, manifest) is False:
+            return (
+                f"{README} was edited, so it is kept, but it describes another pack: the manifest it names is not this "
+                f"one's, {manifest.self_digest}. Delete it and convert again with --overwrite for a new one"
+            )
+    return f"{README} is not the one written here, so it is kept"
 
 
-def write_card(out: Path, plan: Plan, manifest: Manifest) -> bool:
+def write_card(out: Path, plan: Plan, manifest: Manifest) -> str | None:
     """Write README.md, unless a card is there that was not written here or was edited since.
 
     Args:
@@ -40,11 +49,12 @@ def write_card(out: Path, plan: Plan, manifest: Manifest) -> bool:
         manifest: Its manifest.
 
     Returns:
-        Whether it was written.
+        None where it was written, or why it was not.
     """
-    if not _may_write(out / README):
-        return False
+    kept = _kept(out / README, manifest)
+    if kept is not None:
+        return kept
     view = make_view(manifest, frozenset(shard.path for shard in manifest.shards))
     card = model_card(view, json.loads(plan.written[CONFIG]), _front(plan.source.root))
     write_small(out / README, card.encode())
-    return True
+    return None

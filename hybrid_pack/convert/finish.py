@@ -11,7 +11,7 @@ from hybrid_pack.convert.files import refuse_links
 from hybrid_pack.convert.journal import Journal, Record
 from hybrid_pack.convert.quantized import quantized_tiers
 from hybrid_pack.io.digest import blake3_digest, shard_digest
-from hybrid_pack.io.manifest import BASE_INDEX, MANIFEST, README, ROW_TENSORS, decode_manifest, encode_manifest
+from hybrid_pack.io.manifest import BASE_INDEX, MANIFEST, ROW_TENSORS, decode_manifest, encode_manifest
 from hybrid_pack.io.output import PARTIAL, make_folder, write_small
 from hybrid_pack.io.progress import Progress
 from hybrid_pack.plan import SCALE_FORMATS, Plan, ShardPlan
@@ -148,8 +148,9 @@ def write_manifest(out: Path, plan: Plan, journal: Journal, progress: Progress) 
     """
     data = encode_manifest(_document(plan, journal.records, _small_files(out, plan, journal)))
     manifest = decode_manifest(data, out / MANIFEST)
-    if not write_card(out, plan, manifest):
-        progress.note(f"{README} is not the one written here, so it is kept")
+    kept = write_card(out, plan, manifest)
+    if kept is not None:
+        progress.note(kept)
     write_small(out / MANIFEST, data)
     return manifest
 

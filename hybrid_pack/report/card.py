@@ -14,10 +14,23 @@ from hybrid_pack.report.data import TIERS, PackView, Tier
 from hybrid_pack.report.frontmatter import Value, as_list, write_front_matter
 from hybrid_pack.report.png import TIER_MAP
 from hybrid_pack.report.text import counted, plain, size
+from hybrid_pack.schemas.manifest import Manifest
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 LIBRARY = "hybrid-pack"
+REPOSITORY = "ORG/NAME"
+"""Stands for the Hub id in commands: nothing that a shell would take for a redirection."""
+
+_MANIFEST_ROW = "this pack's manifest"
+_DESCRIBED = re.compile(rf"^\| {_MANIFEST_ROW} \| `(blake3:[0-9a-f]{{64}})` \|[ \t]*\r?$", re.MULTILINE)
 _END = re.compile(r"<!-- hybrid-pack card (blake3:[0-9a-f]{64}): [^\n]*-->\n\Z")
+
+
+WARNING = """**Do not use `from_pretrained` of transformers for the model: it would run with random experts.**
+transformers 5 has no quantisation method `hybrid_pack` and does not stop for that. It only warns
+("Unknown quantization type, got hybrid_pack", "Hence, we will skip the quantization"), finds no weights of experts, and
+fills these with random numbers ("newly initialized", `MISSING` in its load report). What it answers is noise."""
+"""In the words of transformers 5.24 (``quantizers/auto.py``, ``utils/loading_report.py``)."""
 
 
 def _end(body: str) -> str:
@@ -35,6 +48,20 @@ def is_ours(card: bytes) -> bool:
     return match is not None and match[1] == blake3_digest(text[: match.start()].encode())
 
 
+def describes(text: bytes, manifest: Manifest) -> bool | None:
+    """Whether a card, edited or not, names this manifest as the one of its pack.
+
+    Args:
+        text: Of a README.md.
+        manifest: Of the pack beside it.
+
+    Returns:
+        None where it names none, or several.
+    """
+    named = set(_DESCRIBED.findall(text.decode("utf-8", errors="replace")))
+    return named == {manifest.self_digest} if len(named) == 1 else None
+
+
 def marked(text: object) -> str:
     """A string from elsewhere as Markdown that means nothing but itself, in one line."""
     line = " ".join(plain(str(text)).split())
@@ -42,12 +69,15 @@ def marked(text: object) -> str:
     return re.sub(r"^(\d*)(?=[-+.])|(?<=www)(?=\.)", r"\1\\", line, flags=re.IGNORECASE)
 
 
-def _base_model(view: PackView, front: Mapping[str, Value]) -> str:
-    """The Hub id of the source; where that was a plain folder, what its own card was made from."""
+def _base_models(view: PackView, front: Mapping[str, Value]) -> tuple[list[str], list[str]]:
+    """(Hub ids this pack was made from, names that are none).
+
+    The source, whose own card names what that was made from; where the source was a plain folder, what its card names.
+    """
     if HUB_ID.fullmatch(view.name):
-        return view.name
-    above = as_list(front.get("base_model"))
-    return above[0] if len(above) == 1 and HUB_ID.fullmatch(above[0]) else ""
+        return [view.name], []
+    above = list(dict.fromkeys(as_list(front.get("base_model"))))
+    return [a for a in above if HUB_ID.fullmatch(a)], [a for a in above if not HUB_ID.fullmatch(a)]
 
 
 def _tags(view: PackView, front: Mapping[str, Value]) -> list[str]:
@@ -60,14 +90,14 @@ def _front(view: PackView, front: Mapping[str, Value]) -> str:
         value = front.get(key)
         return plain(value) if isinstance(value, str) else ""
 
-    base = _base_model(view, front)
+    base, unknown = _base_models(view, front)
     text = write_front_matter(
         {
             "license": one("license"),
             "license_name": one("license_name"),
             "license_link": one("license_link"),
             "language": [plain(item) for item in as_list(front.get("language"))],
-            "base_model": base,
+            "base_model": base[0] if len(base) == 1 else base,
             "base_model_relation": "quantized" if base else "",
             "library_name": LIBRARY,
             "pipeline_tag": one("pipeline_tag"),
@@ -75,10 +105,12 @@ def _front(view: PackView, front: Mapping[str, Value]) -> str:
         }
     )
     missing = [key for key, there in (("license", one("license")), ("base_model", base)) if not there]
-    if not missing:
-        return text
-    hint = f"# not known here: {' and '.join(missing)}; add what the source has before publishing\n"
-    return text.removesuffix("---\n") + hint + "---\n"
+    hints = []
+    if unknown:
+        hints.append(f"# no Hub id, so not taken over from the source's base_model: {plain(', '.join(unknown))}\n")
+    if missing:
+        hints.append(f"# not known here: {' and '.join(missing)}; add what the source has before publishing\n")
+    return text.removesuffix("---\n") + "".join(hints) + "---\n"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -108,9 +140,10 @@ def _loading(view: PackView) -> str:
     folder = f"experts/tp{tp}-ep{ep}"
     split = f"tensor parallel {tp}" + (f" and expert parallel {ep}" if ep > 1 else "")
     wanted = [layer.layer for layer in view.layers]
-    return f"""```
+    return f"""Put the id of this repository in place of `{REPOSITORY}`:
+```
 pip install "hybrid-pack[b12x]"
-hybrid-pack pull <this repository> --rank 0 --out pack  # this rank's part and the other tensors, every digest checked
+hybrid-pack pull {REPOSITORY} --rank 0 --out pack  # this rank's part and the other tensors, every digest checked
 hybrid-pack verify pack --rank 0
 ```
 ```python
@@ -123,8 +156,8 @@ y = moe(x, topk_weights, topk_ids)  # this rank's partial sum, bf16 [tokens, {vi
 ```
 * The experts are cut for **{split}**; another size needs another pack. Rank r reads `{folder}/rank-<r>` and the other
   tensors, nothing else: the folders of other ranks need not be there.
-* transformers: tokenizer and configuration load as the source's do. The model does not: there is no quantisation method
-  `hybrid_pack` in transformers. The other tensors are plain safetensors with the source's names; experts run as above.
+* Of transformers only tokenizer and configuration are of use here, and load as the source's do. The other tensors are
+  plain safetensors with the source's names; experts run as above.
 * On a CPU, `pack.load_layer({wanted[0]}, rank=0, device="cpu").dequantize(expert)` gives an expert's weights."""
 
 
@@ -141,7 +174,8 @@ def _measured(view: PackView) -> str:
     if quantized:
         parts.append(
             f"{counted(len(quantized), 'expert')} quantised while packing. SQNR is 10 log10 of the sum of squares of "
-            f"the source's weights over that of the differences:\n\n{_errors(view)}"
+            f"the source's weights over that of the differences, whatever the method weighs"
+            f"{_GPTQ if any(e.gptq_to_rtn is not None for e in view.quantized) else ''}:\n\n{_errors(view)}"
         )
     if view.requantized:
         layer, expert, worst = max(view.requantized, key=lambda entry: entry[2])
@@ -149,12 +183,21 @@ def _measured(view: PackView) -> str:
             f"{counted(len(view.requantized), 'expert')} with gate and up scales brought to one second scale; the "
             f"worst relative error of a scale is {worst:.2g}, layer {layer} expert {expert}."
         )
-    parts += [f"{number:,} {what}." for what, number in view.counts if number]
+    # The first plural is what is counted.
+    parts += [
+        f"{number:,} {what if number > 1 else re.sub(r's(?= )', '', what, count=1)}."
+        for what, number in view.counts
+        if number
+    ]
     return "\n".join(f"* {part}" for part in parts)
+
+
+_GPTQ = "; GPTQ to nearest is its error on the Hessians over that of rounding to nearest, the median of layers"
 
 
 def _errors(view: PackView) -> str:
     rows = []
+    improved = any(e.gptq_to_rtn is not None for e in view.quantized)
     for tier in TIERS:
         for key in sorted({(e.method, e.sources) for e in view.quantized if e.tier == tier}):
             entries = [e for e in view.quantized if (e.tier, e.method, e.sources) == (tier, *key)]
@@ -162,9 +205,13 @@ def _errors(view: PackView) -> str:
             numbers = [f"{value:.2f}" for value in (found[0], median(found), found[-1])] if found else ["exact"] * 3
             experts = sum(len(e.sqnr_db) for e in entries)
             layers = spans(sorted({e.layer for e in entries}))
-            cells = (view.tier_name(tier), key[0], ", ".join(map(marked, key[1])), layers, f"{experts:,}", *numbers)
+            cells = [view.tier_name(tier), key[0], ", ".join(map(marked, key[1])), layers, f"{experts:,}", *numbers]
+            if improved:
+                ratios = [e.gptq_to_rtn for e in entries if e.gptq_to_rtn is not None]
+                cells.append(f"{median(ratios):.2f}" if ratios else "–")
             rows.append(cells)
-    head = ("tier", "method", "from", "layers", "experts", "worst dB", "median dB", "best dB")
+    head = ["tier", "method", "from", "layers", "experts", "worst dB", "median dB", "best dB"]
+    head += ["GPTQ to nearest"] if improved else []
     return "\n".join(f"  {line}" for line in _table(head, rows).splitlines())
 
 
@@ -173,7 +220,7 @@ def _source(view: PackView) -> str:
         ("source", marked(view.name)),
         ("its weights", f"{size(view.source_bytes)} in {counted(view.source_files, 'file')}"),
         *((f"its {what}", f"`{digest}`") for what, digest in view.source_digests),
-        ("this pack's manifest", f"`{view.self_digest}`"),
+        (_MANIFEST_ROW, f"`{view.self_digest}`"),
         ("made by", marked(view.made_by)),
         ("layout", f"`{view.abi}`"),
     ]
@@ -216,6 +263,8 @@ A row is a layer, a column an expert: {_tier_names(view)}. `hybrid-pack report p
 {_sizes(view)}
 
 ## How to load it
+{WARNING}
+
 {_loading(view)}
 
 ## What was measured

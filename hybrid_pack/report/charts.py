@@ -7,7 +7,7 @@ from itertools import groupby
 
 from hybrid_pack.report.axes import Tick, column_ticks, framed, nice_step
 from hybrid_pack.report.data import TIERS, PackView, RankView, Tier
-from hybrid_pack.report.maps import key
+from hybrid_pack.report.maps import MIN_SPAN_DB, key
 from hybrid_pack.report.scales import Histogram, Scales
 from hybrid_pack.report.svg import band, bars, line, line_chart
 from hybrid_pack.report.text import counted, escaped, size
@@ -73,9 +73,10 @@ def error_lines(view: PackView) -> str:
     if not points:
         return ""
     every = [value for found in points.values() for point in found for value in point[1:]]
-    step = nice_step(max(max(every) - min(every), 0.5), 4)
+    step = nice_step(max(max(every) - min(every), MIN_SPAN_DB), 4)
     low, high = math.floor(min(every) / step) * step, math.ceil(max(every) / step) * step
-    high = high if high > low else low + step
+    while high - low < MIN_SPAN_DB:
+        low, high = low - step, high + step
 
     def y(value: float) -> float:
         return (high - value) / (high - low)

@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from hybrid_pack.io.declared import differences
+from hybrid_pack.io.declared import differences, quantized_lines
 from hybrid_pack.io.manifest import topology_of
-from hybrid_pack.schemas.manifest import Manifest, ShardEntry
+from hybrid_pack.schemas.manifest import Manifest, Report, ShardEntry
 
 Tier = Literal["kept", "tail"]
 TIERS: tuple[Tier, Tier] = ("kept", "tail")
@@ -73,9 +73,10 @@ class QuantizedView:
         layer: Decoder layer.
         tier: Their tier.
         method: How codes were chosen.
-        sources: Formats they were stored in.
+        sources: Formats they were stored in, in upper case as all formats are shown.
         sqnr_db: By expert id; None where there is no difference.
         tier_sqnr_db: Of all of them together; None likewise.
+        gptq_to_rtn: Of GPTQ, the error on the Hessians over that of rounding to nearest, 0 to 1; None otherwise.
         groups: Groups quantised.
         zero: Of these, with scale zero.
         subnormal: With a subnormal scale.
@@ -88,6 +89,7 @@ class QuantizedView:
     sources: tuple[str, ...]
     sqnr_db: Mapping[int, float | None]
     tier_sqnr_db: float | None
+    gptq_to_rtn: float | None
     groups: int
     zero: int
     subnormal: int
@@ -121,7 +123,7 @@ class PackView:
         experts_cast: Experts whose format was changed without loss.
         counts: What else conversion counted, in words, with the number.
         options: Options of the conversion that decide bytes, in words.
-        differs: In what the pack is not its source.
+        differs: In what the pack is not its source, as far as no other attribute says it.
         notes: Of the conversion.
         source_digests: Of the source, by what they cover.
         source_bytes: Of its safetensors files.
@@ -239,6 +241,14 @@ def _options(manifest: Manifest) -> tuple[tuple[str, str], ...]:
     )
 
 
+def _differs(report: Report) -> tuple[str, ...]:
+    """Differences that no number and no table of a report says, and the warnings."""
+    told: dict[str, Any] = {"experts_cast": 0, "blocks_flushed": 0, "scales_saturated": 0}
+    told |= {"experts_quantized": (), "experts_requantized": ()}
+    warnings = [line for line in quantized_lines(report) if line.startswith("WARNING")]
+    return (*warnings, *differences(report.model_copy(update=told)))
+
+
 def make_view(manifest: Manifest, here: Collection[str]) -> PackView:
     """The view of a manifest.
 
@@ -274,9 +284,10 @@ def make_view(manifest: Manifest, here: Collection[str]) -> PackView:
                 layer=entry.layer,
                 tier=entry.tier,
                 method=entry.method,
-                sources=entry.sources,
+                sources=tuple(source.upper() for source in entry.sources),
                 sqnr_db=dict(zip(entry.experts, entry.sqnr_db, strict=True)),
                 tier_sqnr_db=entry.tier_sqnr_db,
+                gptq_to_rtn=entry.gptq_to_rtn,
                 groups=entry.groups,
                 zero=entry.groups_zero_scale,
                 subnormal=entry.scales_subnormal,
@@ -292,7 +303,7 @@ def make_view(manifest: Manifest, here: Collection[str]) -> PackView:
             ("MXFP4 scales above the kernel's largest, saturated", report.scales_saturated),
         ),
         options=_options(manifest),
-        differs=differences(report),
+        differs=_differs(report),
         notes=report.notes,
         source_digests=(("configuration", source.config_digest), ("index", source.index_digest)),
         source_bytes=sum(file.bytes for file in source.files),

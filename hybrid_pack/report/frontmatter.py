@@ -1,7 +1,7 @@
 """The YAML at the top of a model card: what is taken over from the source's, and how ours is written.
 
 Cards are read with a small part of YAML, in which nearly all of them are written: ``key: scalar``, ``key: [a, b]`` and
-``key:`` with ``- item`` lines. A key whose value is anything else is left out; nothing in a card is an error.
+``key:`` with ``- item`` lines. A key whose value is null or anything else is left out; nothing in a card is an error.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ MAX_CHARS = 100_000
 MAX_ITEMS = 100
 
 _KEY = re.compile(r"([A-Za-z_][\w-]*):(?:[ \t]+(.*))?")
-_ITEM = re.compile(r"[ \t]*-[ \t]+(.*)")
+_ITEM = re.compile(r"[ \t]*-(?:[ \t]+(.*))?")
 _SAFE = re.compile(r"[A-Za-z][A-Za-z0-9._/+-]*")
+_NULLS = frozenset(("~", "null", "Null", "NULL"))
 _RESERVED = frozenset(("y", "n", "yes", "no", "true", "false", "on", "off", "null"))
 
 
 def _scalar(text: str) -> str | None:
-    """A plain or quoted scalar, or None where it is none that is read here."""
+    """A plain or quoted scalar, empty for null, or None where it is none that is read here."""
     text = text.strip()
     if text[:1] in ('"', "'"):
         quote = text[0]
@@ -35,7 +36,7 @@ def _scalar(text: str) -> str | None:
     text = re.split(r"\s#", text, maxsplit=1)[0].strip()
     if not text or text[0] in "#&*!|>{}[]%@`-?:," or re.search(r":\s", text):
         return None
-    return text
+    return "" if text in _NULLS else text
 
 
 def _flow(text: str) -> tuple[str, ...] | None:
@@ -44,8 +45,7 @@ def _flow(text: str) -> tuple[str, ...] | None:
     if match is None:
         return None
     found = [_scalar(part) for part in match[1].split(",") if part.strip()]
-    items = tuple(item for item in found if item is not None)
-    return items if len(items) == len(found) else None
+    return None if None in found else tuple(filter(None, found))
 
 
 def read_front_matter(card: str) -> dict[str, Value]:
@@ -81,13 +81,18 @@ def read_front_matter(card: str) -> dict[str, Value]:
     return found
 
 
+def _item(text: str) -> str | None:
+    """An item of a list: a dash with nothing behind it is null."""
+    return "" if not text.strip() or text.startswith("#") else _scalar(text)
+
+
 def _value(text: str, below: list[str]) -> Value | None:
     if below:
         if _scalar(text) is not None or text.strip().startswith(("[", "|", ">", "{")):
             return None
         matches = [_ITEM.fullmatch(line) for line in below]
-        items = [_scalar(match[1]) if match else None for match in matches]
-        return None if None in items else tuple(item for item in items if item is not None)[:MAX_ITEMS]
+        items = [_item(match[1] or "") if match else None for match in matches]
+        return None if None in items else tuple(filter(None, items))[:MAX_ITEMS]
     return _scalar(text) or _flow(text)
 
 

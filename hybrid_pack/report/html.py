@@ -9,7 +9,7 @@ from importlib.resources import files
 from statistics import median
 
 from hybrid_pack.report.charts import error_lines, histograms, rank_bars
-from hybrid_pack.report.data import TIERS, PackView
+from hybrid_pack.report.data import TIERS, PackView, QuantizedView
 from hybrid_pack.report.maps import error_map, tier_map, values_of
 from hybrid_pack.report.scales import Scales
 from hybrid_pack.report.text import counted, escaped, size
@@ -76,6 +76,17 @@ def _numbers(view: PackView) -> str:
     )
 
 
+def _gptq(entries: Sequence[QuantizedView]) -> str:
+    """What GPTQ gained over rounding to nearest; nothing where it was not used."""
+    ratios = [entry.gptq_to_rtn for entry in entries if entry.gptq_to_rtn is not None]
+    if not ratios:
+        return ""
+    return (
+        f" On the Hessians GPTQ has {median(ratios):.2f} times the error of rounding to nearest (median of "
+        f"{counted(len(ratios), 'layer')}, {min(ratios):.2f} to {max(ratios):.2f}), which SQNR does not weigh."
+    )
+
+
 def _errors(view: PackView) -> str:
     if not view.quantized:
         return _nothing(
@@ -102,7 +113,7 @@ def _errors(view: PackView) -> str:
                 ("with a scale that was cut", [e.saturated for e in entries]),
             )
         )
-        about = f"{escaped('; '.join(methods))}: {words}; {counts}."
+        about = f"{escaped('; '.join(methods))}: {words}; {counts}.{_gptq(entries)}"
         parts.append(f'<h3>{view.tier_name(tier)}</h3><p class="soft">{about}</p>{drawn}')
         worst = sorted((db, e.layer, expert) for e in entries for expert, db in e.sqnr_db.items() if db is not None)[
             :WORST
@@ -160,7 +171,9 @@ def _layers(view: PackView) -> str:
         for entry in view.quantized
     }
     head = ["layer", "kept", "format", "tail"]
+    gptq = {(e.layer, e.tier): f"{e.gptq_to_rtn:.3f}" for e in view.quantized if e.gptq_to_rtn is not None}
     extra = [tier for tier in TIERS if any(key[1] == tier for key in db)]
+    improved = [tier for tier in TIERS if any(key[1] == tier for key in gptq)]
     rows = [
         [
             str(layer.layer),
@@ -168,10 +181,12 @@ def _layers(view: PackView) -> str:
             layer.kept_format or "–",
             str(len(layer.tail)),
             *(db.get((layer.layer, tier), "–") for tier in extra),
+            *(gptq.get((layer.layer, tier), "–") for tier in improved),
         ]
         for layer in view.layers
     ]
-    table = _listing([*head, *(f"{tier} SQNR dB" for tier in extra)], rows)
+    head += [f"{tier} SQNR dB" for tier in extra] + [f"{tier} GPTQ to nearest" for tier in improved]
+    table = _listing(head, rows)
     return f"<details><summary>All layers in numbers</summary>{table}</details>"
 
 

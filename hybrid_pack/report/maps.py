@@ -18,6 +18,10 @@ CELL_PX = 28
 """Cells of small maps grow no larger."""
 
 
+MIN_SPAN_DB = 0.5
+"""Least span of a scale: differences that mean nothing do not fill it."""
+
+
 def row_height(rows: int) -> int:
     """Pixels of a row: large for few layers, still to be told apart for a hundred."""
     return next(px for limit, px in ((4, 28), (12, 20), (40, 12), (100, 8), (1 << 31, 5)) if rows <= limit)
@@ -70,7 +74,7 @@ def tier_map(view: PackView) -> str:
     counts = {kind: sum(map(len, rows)) for kind, rows in kinds.items()}
     legend = "".join(key(kind, f"{names[kind]}: {counts[kind]:,}") for kind in names if counts[kind])
     words = ", ".join(f"{counts[kind]:,} {names[kind]}" for kind in names if counts[kind])
-    label = escaped(f"Tier map, {counted(len(view.layers), 'layer')} by {view.num_experts} experts: {words}")
+    label = escaped(f"Tier map, {counted(len(view.layers), 'layer')} by {counted(view.num_experts, 'expert')}: {words}")
     drawing = heat_map(label, view.num_experts, len(view.layers), kinds)
     data = {
         "kept": [_hex_bits(layer, view.num_experts) for layer in view.layers],
@@ -87,20 +91,42 @@ def values_of(entries: Iterable[QuantizedView]) -> list[float]:
 def color_range(values: Sequence[float]) -> tuple[float, float]:
     """Bounds of the inner colours: a few outliers do not take the colours from all the others.
 
-    To the hundredth that is shown: values that are written alike get one colour.
+    To the hundredth that is shown, and at least ``MIN_SPAN_DB`` apart.
 
     Args:
         values: Ascending, at least one.
     """
     last = len(values) - 1
-    return round(values[round(last * 0.01)], 2), round(values[round(last * 0.99)], 2)
+    low, high = round(values[round(last * 0.01)], 2), round(values[round(last * 0.99)], 2)
+    if high - low < MIN_SPAN_DB:
+        middle = (low + high) / 2
+        low, high = round(middle - MIN_SPAN_DB / 2, 2), round(middle + MIN_SPAN_DB / 2, 2)
+    return low, high
 
 
 def color_class(value: float, low: float, high: float) -> int:
-    """0 for the worst to 7 for the best."""
-    if high <= low:
-        return CLASSES // 2
-    return min(CLASSES - 1, max(0, int((value - low) / (high - low) * CLASSES)))
+    """0 for the worst to 7 for the best; values that are written alike, to the hundredth, get one colour."""
+    at, first, last = (round(100 * db) for db in (value, low, high))
+    return min(CLASSES - 1, max(0, (at - first) * CLASSES // (last - first)))
+
+
+def span_text(low: float, high: float) -> str:
+    """``21.81 to 21.84 dB``: with more digits where two would make different values alike."""
+    digits = next((d for d in (2, 3, 4) if f"{low:.{d}f}" != f"{high:.{d}f}"), 2)
+    return " to ".join(dict.fromkeys(f"{db:.{digits}f}" for db in (low, high))) + " dB"
+
+
+def _ramp(values: Sequence[float], low: float, high: float) -> str:
+    """Legend of the colours of some values, ascending; of a span that fills no scale, the values too."""
+    used = {color_class(value, low, high) for value in values}
+    if len(used) == 1:
+        return key(f"q{used.pop()}", span_text(values[0], values[-1]))
+    swatches = "".join(f'<i class="q{i}"></i>' for i in range(CLASSES))
+    digits = 1 if high - low >= 1 else 2
+    ramp = f'<span class="ramp">≤ {low:.{digits}f} dB<span>{swatches}</span>≥ {high:.{digits}f} dB</span>'
+    if values[-1] - values[0] < MIN_SPAN_DB:
+        ramp += f"<span>all of {span_text(values[0], values[-1])}</span>"
+    return ramp
 
 
 def error_map(view: PackView, tier: Tier) -> str:
@@ -114,23 +140,17 @@ def error_map(view: PackView, tier: Tier) -> str:
     layers = sorted(by_layer)
     values = values_of(entry for entry in view.quantized if entry.tier == tier)
     exact = sum(db is None for found in by_layer.values() for db in found.values())
-    low, high = color_range(values) if values else (0.0, 0.0)
+    low, high = color_range(values) if values else (0.0, 1.0)
     rows: dict[str, list[list[int]]] = {name: [] for name in (*(f"q{i}" for i in range(CLASSES)), "exact")}
     for layer in layers:
         for name in rows:
             rows[name].append([])
         for expert, db in sorted(by_layer[layer].items()):
             rows["exact" if db is None else f"q{color_class(db, low, high)}"][-1].append(expert)
-    span = " to ".join(dict.fromkeys(f"{db:.2f}" for db in (values[0], values[-1]))) + " dB" if values else "all exact"
+    span = span_text(values[0], values[-1]) if values else "all exact"
     total = len(values) + exact
     label = escaped(f"SQNR of {counted(total, 'expert')} of the {tier} tier in {counted(len(layers), 'layer')}, {span}")
-    legend = ""
-    if values and high > low:
-        swatches = "".join(f'<i class="q{i}"></i>' for i in range(CLASSES))
-        digits = 1 if f"{low:.1f}" != f"{high:.1f}" else 2
-        legend = f'<span class="ramp">≤ {low:.{digits}f} dB<span>{swatches}</span>≥ {high:.{digits}f} dB</span>'
-    elif values:
-        legend = key(f"q{CLASSES // 2}", f"{low:.2f} dB")
+    legend = _ramp(values, low, high) if values else ""
     if exact:
         legend += key("exact", f"exact: {exact:,}")
     if total < len(layers) * view.num_experts:

@@ -1,5 +1,13 @@
 // Shows what is known of the cell that is pointed at, tapped or chosen. The page says the same without it, less exactly.
 "use strict";
+const errors = {};
+for (const tier of ["kept", "tail"]) {
+  const found = document.querySelector(`#errors-${tier} script`);
+  if (found) errors[tier] = JSON.parse(found.textContent);
+}
+function decibel(value) {
+  return value === "=" ? "exact, no difference" : `${(value / 100).toFixed(2)} dB`;
+}
 for (const figure of document.querySelectorAll(".map")) {
   const data = JSON.parse(figure.querySelector("script").textContent);
   const area = figure.querySelector(".area");
@@ -15,10 +23,15 @@ for (const figure of document.querySelectorAll(".map")) {
   const kept = (at, expert) => (parseInt(data.kept[at][expert >> 2], 16) >> (expert & 3)) & 1;
   function describe(at, expert) {
     const name = `layer ${data.layers[at]}, expert ${expert}: `;
-    if (data.db === undefined) return name + (kept(at, expert) ? `kept, ${data.formats[at]}` : "tail, NF3");
+    if (data.db === undefined) {
+      const tier = kept(at, expert) ? "kept" : "tail";
+      const found = errors[tier]?.db[errors[tier].layers.indexOf(data.layers[at])]?.[expert];
+      const error = found === null || found === undefined ? "" : `, ${decibel(found)}`;
+      return name + (tier === "kept" ? `kept, ${data.formats[at]}` : "tail, NF3") + error;
+    }
     const value = data.db[at][expert];
     if (value === null || value === undefined) return name + "not quantised here in this tier";
-    return name + (value === "=" ? "exact, no difference" : `${(value / 100).toFixed(2)} dB`);
+    return name + decibel(value);
   }
   function show(at, expert) {
     layerBox.selectedIndex = at;

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
+from hybrid_pack.report.font import DIGIT, LINE, draw, text_width
 from hybrid_pack.report.labels import labelled
 
 TIER_MAP = "tier_map.png"
@@ -20,12 +21,10 @@ PALETTE = bytes.fromhex("fffffff0dcae0b5cad4a5058")
 WIDTH, HEIGHT = 800, 640
 """Pixels of the map that are aimed at: about the width of a model card."""
 
-MARGIN, DIGIT_W, DIGIT_H, SCALE = 8, 3, 5, 2
-DIGITS = (
-    "111101101101111", "010110010010111", "111001111100111", "111001111001111", "101101111001001",
-    "111100111001111", "111100111101111", "111001001001001", "111101111101111", "111101111001111",
-)  # fmt: skip
-"""Rows of 3 by 5 pixels, from the top."""
+MARGIN, SWATCH = 8, 14
+CELL_MAX = 24
+TITLES = ("layer", "expert")
+KEY = ((KEPT, "kept: 4 bits"), (TAIL, "tail: 3 bits"))
 
 _STORED_MAX = 65535
 
@@ -65,18 +64,12 @@ def encode(rows: list[bytearray]) -> bytes:
     )
 
 
-def _number_width(number: int) -> int:
-    return (len(str(number)) * (DIGIT_W + 1) - 1) * SCALE
-
-
-def _draw_number(rows: list[bytearray], number: int, left: int, top: int) -> None:
-    for place, digit in enumerate(str(number)):
-        for i, bit in enumerate(DIGITS[int(digit)]):
-            if bit == "1":
-                x = left + (place * (DIGIT_W + 1) + i % DIGIT_W) * SCALE
-                y = top + i // DIGIT_W * SCALE
-                for row in rows[y : y + SCALE]:
-                    row[x : x + SCALE] = bytes([INK]) * SCALE
+def _frame(num_experts: int, layers: Sequence[int]) -> tuple[int, int, int, int]:
+    """(cell width, cell height, left and top edge of the cells), in pixels."""
+    cell_w = max(1, min(CELL_MAX, WIDTH // num_experts))
+    cell_h = max(3, min(CELL_MAX, HEIGHT // len(layers)))
+    left = MARGIN + max(text_width(TITLES[0]), *(text_width(str(layer)) for layer in layers)) + MARGIN
+    return cell_w, cell_h, left, MARGIN + LINE + DIGIT + MARGIN
 
 
 def tier_map_png(num_experts: int, kept: Mapping[int, Collection[int]]) -> bytes:
@@ -87,13 +80,16 @@ def tier_map_png(num_experts: int, kept: Mapping[int, Collection[int]]) -> bytes
         kept: Ids of the kept experts, by layer in ascending order; at least one layer.
     """
     layers = list(kept)
-    cell_w = max(1, min(24, WIDTH // num_experts))
-    cell_h = max(3, min(24, HEIGHT // len(layers)))
+    cell_w, cell_h, left, top = _frame(num_experts, layers)
     gap = 1 if cell_w >= 6 else 0
-    left = MARGIN + max(map(_number_width, layers)) + MARGIN
-    top = MARGIN + DIGIT_H * SCALE + MARGIN
-    width = left + num_experts * cell_w + MARGIN + _number_width(num_experts - 1) // 2
-    rows = [bytearray(width) for _ in range(top + len(layers) * cell_h + MARGIN)]
+    last = str(num_experts - 1)
+    key_left = [left]
+    for _, text in KEY:
+        key_left.append(key_left[-1] + SWATCH + MARGIN + text_width(text) + 3 * MARGIN)
+    cells_right = left + num_experts * cell_w
+    width = max(cells_right + text_width(last) // 2, key_left[-1] - 3 * MARGIN, left + text_width(TITLES[1])) + MARGIN
+    bottom = top + len(layers) * cell_h
+    rows = [bytearray(width) for _ in range(bottom + 2 * MARGIN + SWATCH + MARGIN)]
     for at, ids in enumerate(kept.values()):
         held = set(ids)
         line = bytearray(width)
@@ -102,9 +98,19 @@ def tier_map_png(num_experts: int, kept: Mapping[int, Collection[int]]) -> bytes
             line[x : x + cell_w - gap] = bytes([KEPT if expert in held else TAIL]) * (cell_w - gap)
         first = top + at * cell_h
         rows[first : first + cell_h - 1] = [bytearray(line) for _ in range(cell_h - 1)]
-    for at in labelled(range(num_experts), 3 * _number_width(num_experts - 1) / cell_w):
-        _draw_number(rows, at, max(left, left + at * cell_w + (cell_w - _number_width(at)) // 2), MARGIN)
-    for at in labelled(layers, 2 * DIGIT_H * SCALE / cell_h):
-        y = top + at * cell_h + (cell_h - 1 - DIGIT_H * SCALE) // 2
-        _draw_number(rows, layers[at], left - MARGIN - _number_width(layers[at]), y)
+
+    draw(rows, TITLES[1], left, MARGIN, INK)
+    draw(rows, TITLES[0], left - MARGIN - text_width(TITLES[0]), MARGIN + LINE, INK)
+    for at in labelled(range(num_experts), 1.6 * text_width(last) / cell_w):
+        number = str(at)
+        draw(rows, number, max(left, left + at * cell_w + (cell_w - text_width(number)) // 2), MARGIN + LINE, INK)
+    for at in labelled(layers, 1.7 * DIGIT / cell_h):
+        number = str(layers[at])
+        y = top + at * cell_h + (cell_h - 1 - DIGIT) // 2
+        draw(rows, number, left - MARGIN - text_width(number), y, INK)
+    for (color, text), x in zip(KEY, key_left, strict=False):
+        y = bottom + 2 * MARGIN
+        for row in rows[y : y + SWATCH]:
+            row[x : x + SWATCH] = bytes([color]) * SWATCH
+        draw(rows, text, x + SWATCH + MARGIN, y + (SWATCH - DIGIT) // 2, INK)
     return encode(rows)

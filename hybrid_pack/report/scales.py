@@ -170,7 +170,9 @@ def read_scales(root: Path, manifest: Manifest, *, full: bool = False, progress:
     units, everyone, missing = _units(root, manifest)
     progress = progress or Silent()
     chosen = {key: _sample(found, None if full else SAMPLE) for key, found in sorted(units.items())}
-    progress.start(sum(_unit_bytes(unit) for found in chosen.values() for unit in found), 0)
+    nbytes = sum(_unit_bytes(unit) for found in chosen.values() for unit in found)
+    if nbytes:
+        progress.start(nbytes, 0)
     notes = [f"{missing:,} of {len(manifest.shards):,} shards are not here, or not of their size"] if missing else []
     trouble: list[str] = []
     histograms: list[Histogram] = []

@@ -81,6 +81,13 @@ def test_one_rank_alone(packed: Path, tmp_path: Path, command: Command) -> None:
     assert "2 of 4 shards are not here" in text
 
 
+def test_no_shard_here_is_no_progress(packed: Path, tmp_path: Path, command: Command) -> None:
+    pack = Path(shutil.copytree(packed, tmp_path / "pack"))
+    shutil.rmtree(pack / "experts")
+    result = command("report", pack, "--html", tmp_path / "page.html")
+    assert (result.code, result.err) == (0, "")
+
+
 def test_what_is_no_pack(source: Path, tmp_path: Path, command: Command) -> None:
     assert "this is a checkpoint, not a pack" in command("report", source, "--html", tmp_path / "x.html").line
     assert "no such folder" in command("report", tmp_path / "none", "--html", tmp_path / "x.html").line

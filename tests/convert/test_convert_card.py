@@ -72,8 +72,21 @@ def test_an_edited_card_is_kept_and_said(source: Path, tmp_path: Path) -> None:
     told = Told()
     pack(source, out, overwrite=True, progress=told)
     assert (out / README).read_text() == edited
-    assert any(README in note for note in told.notes)
+    assert [note for note in told.notes if README in note] == [f"{README} is not the one written here, so it is kept"]
     assert README in {left.what for left in verify_pack(out).not_checked}
+
+
+def test_an_edited_card_of_another_pack_is_kept_and_said_to_be_stale(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    pack(source, out, 1)
+    edited = (out / README).read_text().replace("## Sizes", "## How large it is")
+    (out / README).write_text(edited)
+    told = Told()
+    made = pack(source, out, 2, overwrite=True, progress=told).manifest
+    assert (out / README).read_text() == edited
+    (note,) = [note for note in told.notes if README in note]
+    assert "describes another pack" in note
+    assert made.self_digest in note
 
 
 def test_a_card_that_was_not_edited_is_replaced(source: Path, tmp_path: Path) -> None:

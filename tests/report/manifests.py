@@ -109,7 +109,7 @@ def document(
             "experts_requantized": requantized or [], "experts_cast": 0, "experts_quantized": quantized or [],
             "options": {
                 "kept_format": None, "requantize": False, "mx_bias": 127, "search": "mse", "importance": None,
-                "hessians": None,
+                "hessians": f"blake3:{NOTHING}" if any(e["method"] == "gptq" for e in quantized or ()) else None,
             },
             "layers_omitted": [], "notes": notes or [],
         },
@@ -120,8 +120,10 @@ def manifest(*arguments: Any, **options: Any) -> Manifest:
     return decode_manifest(encode_manifest(document(*arguments, **options)), "made")
 
 
-def errors(tiers: Tiers, experts: int, seed: int = 0, exact: float = 0.01) -> list[Document]:
-    """Both tiers quantised, with a drift over the layers, a spread and a few outliers."""
+def errors(
+    tiers: Tiers, experts: int, seed: int = 0, exact: float = 0.01, ratios: dict[int, float] | None = None
+) -> list[Document]:
+    """Both tiers quantised, with a drift over the layers, a spread and a few outliers; GPTQ's ratios of the tail."""
     chance = random.Random(seed)
     entries = []
     for i, (layer, (kept, _)) in enumerate(tiers.items()):
@@ -139,10 +141,12 @@ def errors(tiers: Tiers, experts: int, seed: int = 0, exact: float = 0.01) -> li
                 for _ in ids
             ]
             known = [value for value in db if value is not None]
+            ratio = (ratios or {}).get(layer) if tier == "tail" else None
             entries.append(
                 {
-                    "layer": layer, "tier": tier, "method": "mse", "sources": ["BF16"], "experts": ids, "sqnr_db": db,
-                    "tier_sqnr_db": sum(known) / len(known) if known else None, "gptq_to_rtn": None,
+                    "layer": layer, "tier": tier, "method": "mse" if ratio is None else "gptq", "sources": ["bf16"],
+                    "experts": ids, "sqnr_db": db,
+                    "tier_sqnr_db": sum(known) / len(known) if known else None, "gptq_to_rtn": ratio,
                     "groups": 1_000_000 * len(ids),
                     "groups_zero_scale": 12, "scales_subnormal": 3, "scales_saturated": 0,
                 }

@@ -6,6 +6,7 @@ Skipped where there is no Chromium, unless HYBRID_PACK_REQUIRE_BROWSER=1, which 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,7 +100,8 @@ def test_a_tapped_cell_is_told(width: int, chromium: Browser, pages: dict[str, P
     chromium.evaluate(f"scrollTo(0, {y - 300})")
     chromium.click(x, y - chromium.evaluate("scrollY"))
     told = chromium.evaluate("document.querySelector('#tier-map output').textContent")
-    assert told == f"layer 41, expert 200: {'kept, NVFP4' if expert in GLM[layer][0] else 'tail, NF3'}"
+    start = f"layer 41, expert 200: {'kept, NVFP4' if expert in GLM[layer][0] else 'tail, NF3'}, "
+    assert re.fullmatch(r"\d+\.\d\d dB|exact, no difference", told.removeprefix(start))
     marker = chromium.evaluate(
         "(() => { const b = document.querySelector('#tier-map .cursor').getBoundingClientRect();"
         " return [b.left, b.top + scrollY, b.right, b.bottom + scrollY]; })()"
@@ -119,12 +121,48 @@ def test_a_chosen_cell_is_told(chromium: Browser, pages: dict[str, Path]) -> Non
         " return f.querySelector('output').textContent; }})('{1}', '{2}')"
     )
     kept, tail = GLM[50][0][0], next(e for e in range(256) if e not in GLM[50][0])
-    assert chromium.evaluate(choose.format("tier-map", 50, kept)) == f"layer 50, expert {kept}: kept, NVFP4"
-    assert chromium.evaluate(choose.format("tier-map", 50, tail)) == f"layer 50, expert {tail}: tail, NF3"
-    assert chromium.evaluate(choose.format("tier-map", 78, 999)) == "layer 78, expert 255: kept, NVFP4"
+    assert chromium.evaluate(choose.format("tier-map", 50, kept)).startswith(f"layer 50, expert {kept}: kept, NVFP4, ")
+    assert chromium.evaluate(choose.format("tier-map", 50, tail)).startswith(f"layer 50, expert {tail}: tail, NF3, ")
+    assert chromium.evaluate(choose.format("tier-map", 78, 999)).startswith("layer 78, expert 255: kept, NVFP4, ")
     told = chromium.evaluate(choose.format("errors-tail", 50, kept))
     assert told == f"layer 50, expert {kept}: not quantised here in this tier"
     assert chromium.evaluate(choose.format("errors-kept", 50, kept)).endswith((" dB", "exact, no difference"))
+
+
+def test_the_tier_map_tells_the_error_too(chromium: Browser, pages: dict[str, Path]) -> None:
+    """The same that the map of errors says of the cell."""
+    for name, layer, expert in (("glm", 50, GLM[50][0][0]), ("glm", 50, 255 - (255 in GLM[50][0])), ("real", 3, 0)):
+        chromium.show(pages[name], 1400)
+        told = [
+            chromium.evaluate(
+                f"(() => {{ const f = document.querySelector('#{figure}'); if (!f) return null;"
+                " const [s, i] = [f.querySelector('select'), f.querySelector('input')];"
+                f" s.value = {layer}; i.value = {expert}; i.dispatchEvent(new Event('change'));"
+                " return f.querySelector('output').textContent; })()"
+            )
+            for figure in ("tier-map", "errors-kept", "errors-tail")
+        ]
+        errors = [text.partition(": ")[2] for text in told[1:] if text and "not quantised" not in text]
+        assert len(errors) == (name == "glm")
+        words = told[0].partition(": ")[2].split(", ", 2)
+        assert words[:1] + words[2:] == ["kept" if told[2] and "not quantised" in told[2] else words[0], *errors]
+
+
+def test_colors_of_errors_mean_the_same_in_the_dark(chromium: Browser, pages: dict[str, Path]) -> None:
+    """From dark for the worst to light for the best, each told apart from what was not quantised."""
+    script = (
+        "[...document.querySelectorAll('#errors-tail .ramp i'), document.querySelector('#errors-tail i.none')]"
+        ".map((i) => getComputedStyle(i).backgroundColor)"
+    )
+    found = {}
+    for dark in (False, True):
+        chromium.show(pages["glm"], 1400, dark=dark)
+        *ramp, none = chromium.evaluate(script)
+        assert len({*ramp, none}) == 9
+        found[dark] = ramp
+        light = [sum(w * int(c) for w, c in zip((2, 7, 1), re.findall(r"\d+", color), strict=True)) for color in ramp]
+        assert light == sorted(light)
+    assert found[True] == found[False]
 
 
 def test_paper_has_no_controls(chromium: Browser, pages: dict[str, Path]) -> None:

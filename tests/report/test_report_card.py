@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from huggingface_hub import ModelCard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_pack.report.card import is_ours, marked, model_card
+from hybrid_pack.report.card import describes, is_ours, marked, model_card
 from hybrid_pack.report.data import PackView, make_view
 from hybrid_pack.report.frontmatter import TAKEN, Value, as_list, read_front_matter, write_front_matter
 from hybrid_pack.report.text import plain
@@ -79,6 +80,10 @@ def test_nothing_in_a_card_is_an_error(text: str) -> None:
         ("---\nlanguage:\n  - en\n  - 'zh'\n---", {"language": ("en", "zh")}),
         ("---\nlanguage: [en, \"zh\"]\n---", {"language": ("en", "zh")}),
         ("---\nlanguage:\n- en\n\n# remark\n- zh\n---", {"language": ("en", "zh")}),
+        ("---\nlicense: null\npipeline_tag: ~\ntags: NULL\nlanguage: Null # none\nbase_model: 'null'\n---",
+         {"base_model": "null"}),
+        ("---\ntags: [null, a, ~]\nlanguage:\n- en\n- null\n-\n- # nothing\n- ~\nbase_model: [~]\n---",
+         {"tags": ("a",), "language": ("en",)}),
         ("---\nlicense: |\n  long\n---", {}),
         ("---\nlicense: {a: b}\n---", {}),
         ("---\nlicense: *alias\n---", {}),
@@ -122,18 +127,31 @@ def test_the_hub_reads_it() -> None:
         ("a-folder", None, None),
         ("a-folder", "zai-org/GLM-5.2", "zai-org/GLM-5.2"),
         ("a-folder", ("zai-org/GLM-5.2",), "zai-org/GLM-5.2"),
-        ("a-folder", ("a/b", "c/d"), None),
+        ("a-folder", ("a/b", "c/d", "a/b"), ["a/b", "c/d"]),
+        ("a-folder", ("a/b", "../merged"), "a/b"),
         ("a-folder", "../b", None),
         ("org/name/more", None, None),
         ("org/name", "zai-org/GLM-5.2", "org/name"),
+        ("org/name", ("a/b", "c/d"), "org/name"),
     ],
 )
-def test_base_model(name: str, above: Value | None, base: str | None) -> None:
+def test_base_model(name: str, above: Value | None, base: str | list[str] | None) -> None:
     text = card({} if above is None else {"base_model": above}, name=name)
     data = ModelCard(text).data.to_dict()
     assert data.get("base_model") == base
     assert data.get("base_model_relation") == (base and "quantized")
     assert ("base_model; add" in text) == (base is None)
+    for one in as_list(above):
+        assert one in text or name == "org/name", "nothing the source says is dropped without a word"
+
+
+def test_nulls_of_the_source_are_absent() -> None:
+    front = read_front_matter("---\nlicense: null\npipeline_tag: ~\ntags: null\nbase_model: null\n---\n")
+    text = card(front, name="a-folder")
+    data = ModelCard(text).data.to_dict()
+    assert not {"license", "pipeline_tag", "base_model", "base_model_relation"} & set(data)
+    assert data["tags"] == ["hybrid-pack", "moe", "nvfp4", "nf3", "b12x"]
+    assert "# not known here: license and base_model" in text
 
 
 HOSTILE = "---\n# x <script>alert(1)</script> ![a](https://evil.example/x.png) | `b` www.evil.example ~~c~~ \u202e"
@@ -145,7 +163,7 @@ def test_strings_from_elsewhere_are_only_text() -> None:
     data = yaml.safe_load(front.removeprefix("---\n"))
     assert data["license"] == plain(HOSTILE)
     assert "base_model" not in data
-    assert not re.search(r"(?<!\\)<(?!!-- hybrid-pack|this repository|r>)", body)
+    assert not re.search(r"(?<!\\)<(?!!-- hybrid-pack|r>)", body)
     assert not re.search(r"(?<!\\)!\[a|https:|www\.|(?<!\\)`b\\?`|(?<!\\)~|\u202e", body)
     assert re.findall(r"!\[[^\]]*\]\(([^)]*)\)", body) == ["tier_map.png"]
     assert "* 1\\. one" in body
@@ -172,6 +190,34 @@ def test_what_was_measured_is_what_the_manifest_says() -> None:
     assert "8,880 groups with scale zero" in text
 
 
+def test_what_gptq_gained_is_in_the_table() -> None:
+    text = card(quantized=errors(TIERS, 16, exact=0, ratios={3: 0.5, 4: 0.25, 5: 0.75}))
+    rows = {line.split("|")[1].strip(): line.strip(" |").split("|")[-1].strip() for line in text.splitlines()
+            if line.startswith("  | ")}  # fmt: skip
+    assert rows == {"tier": "GPTQ to nearest", "---": "---", "kept (NVFP4)": "–", "tail (NF3)": "0.50"}
+    assert "GPTQ" not in card(quantized=errors(TIERS, 16))
+
+
+def test_notes_are_what_no_table_says() -> None:
+    assert "## Notes" not in card(quantized=errors(TIERS, 16))
+    bad = errors(TIERS, 16)
+    bad[1]["sqnr_db"][0] = 3.0
+    text = card(quantized=bad, notes=["not copied: assets"])
+    notes = text.partition("## Notes\n")[2].partition("\n\n")[0].splitlines()
+    assert notes[0].startswith("* WARNING: 1 tail expert below 10 dB")
+    assert notes[1:] == ["* not copied: assets"]
+
+
+def test_one_of_a_kind_is_no_plural() -> None:
+    found = manifest(TIERS, 16)
+    counted = {"groups_zero_scale": 1, "blocks_flushed": 1, "scales_saturated": 2}
+    made = found.model_copy(update={"report": found.report.model_copy(update=counted)})
+    text = model_card(make_view(made, []), {}, {})
+    assert "* 1 group with scale zero" in text
+    assert "* 1 NVFP4 block too small for the kernel's scale byte" in text
+    assert "* 2 MXFP4 scales above the kernel's largest" in text
+
+
 def test_nothing_quantised_has_no_error_table() -> None:
     text = card()
     assert "SQNR" not in text
@@ -194,6 +240,48 @@ def test_only_an_untouched_card_is_ours() -> None:
     for changed in (text + "\n", text.replace("Sizes", "sizes"), text.replace("\n", "\r\n"), text[1:], "", "# Mine\n"):
         assert not is_ours(changed.encode())
     assert not is_ours(b"\xff" + text.encode())
+
+
+def test_transformers_is_warned_of_before_anything_can_be_loaded() -> None:
+    """It would warn in these words, go on, and run with random experts."""
+    text = card()
+    warning, how = text.partition("## How to load it\n")[2].split("```", 1)
+    words = " ".join(warning.split())
+    assert words.startswith("**Do not use `from_pretrained` of transformers for the model: it would run with random")
+    for phrase in ("Unknown quantization type, got hybrid_pack", "skip the quantization", "newly initialized"):
+        assert phrase in words
+    assert "from_pretrained" not in how, "nothing that contradicts it"
+
+
+def test_no_command_is_a_redirection() -> None:
+    """As a shell reads them: words, and nothing for it to do."""
+    text = card()
+    commands = text.partition("```\npip")[2].partition("```")[0]
+    lexer = shlex.shlex(f"pip{commands}", posix=True, punctuation_chars=True)
+    words = list(lexer)
+    assert words[3:10] == ["hybrid-pack", "pull", "ORG/NAME", "--rank", "0", "--out", "pack"]
+    assert not [word for word in words if set(word) & set("<>|&;()")]
+    assert "in place of `ORG/NAME`" in text
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_card_says_which_pack_it_describes(edited: bool) -> None:
+    made, other = manifest(TIERS, 16), manifest(TIERS, 16, name="org/other")
+    text = card()
+    if edited:
+        text = text.replace("## Sizes", "## Large?").replace("\n", "\r\n")
+    assert is_ours(text.encode()) != edited
+    assert describes(text.encode(), made) is True
+    assert describes(text.encode() + b"\xff", made) is True
+    assert describes(text.encode(), other) is False
+
+
+def test_a_card_that_names_no_manifest_or_two_says_nothing() -> None:
+    made, other = manifest(TIERS, 16), manifest(TIERS, 16, name="org/other")
+    both = card() + card(name="org/other")
+    quoted = f"built from `{made.self_digest}`, see there\n"
+    for text in ("", "# Mine\n", quoted, both, card().replace("this pack's manifest", "a manifest")):
+        assert describes(text.encode(), made) is describes(text.encode(), other) is None
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def test_quantised_tiers_are_taken_over() -> None:
     for entry, given in zip(view.quantized, made, strict=True):
         assert (entry.layer, entry.tier) == (given["layer"], given["tier"])
         assert list(entry.sqnr_db.items()) == list(zip(given["experts"], given["sqnr_db"], strict=True))
+        assert (entry.sources, entry.gptq_to_rtn) == (("BF16",), None)
         assert (entry.zero, entry.subnormal, entry.saturated) == (12, 3, 0)
 
 

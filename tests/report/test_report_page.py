@@ -12,6 +12,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hybrid_pack.report.data import make_view
 from hybrid_pack.report.html import page
@@ -165,9 +167,11 @@ def test_every_cell_of_the_error_maps() -> None:
     ("low", "high", "legend"),
     [
         (21.8131, 21.8131, "21.81 dB"),
-        (21.8131, 21.8132, "21.81 dB"),
-        (21.811, 21.842, "≤ 21.81 dB ≥ 21.84 dB"),
-        (21.7, 21.842, "≤ 21.7 dB ≥ 21.8 dB"),
+        (21.8131, 21.8132, "21.8131 to 21.8132 dB"),
+        (21.811, 21.842, "≤ 21.57 dB ≥ 22.07 dB all of 21.81 to 21.84 dB"),
+        (21.7, 21.842, "≤ 21.52 dB ≥ 22.02 dB all of 21.70 to 21.84 dB"),
+        (21.2, 21.842, "≤ 21.20 dB ≥ 21.84 dB not"),
+        (20.0, 22.0, "≤ 20.0 dB ≥ 22.0 dB not"),
     ],
 )
 def test_the_legend_has_no_number_twice(low: float, high: float, legend: str) -> None:
@@ -222,11 +226,61 @@ def test_many_ranks_share_bars() -> None:
 )
 def test_color_classes(value: float, expected: int) -> None:
     assert color_class(value, 10.0, 20.0) == expected
-    assert color_class(value, 15.0, 15.0) == CLASSES // 2
 
 
 def test_outliers_do_not_take_the_colors() -> None:
     assert color_range([-50.0, *([10.0] * 100), *([20.0] * 100), 400.0]) == (10.0, 20.0)
+
+
+@given(st.lists(st.floats(-20, 99), min_size=1, max_size=40).map(sorted))
+def test_a_color_scale_is_never_narrow(values: list[float]) -> None:
+    """Half a decibel at least, so that hundredths do not look like the difference of good and bad."""
+    low, high = color_range(values)
+    assert round(high - low, 2) >= 0.5
+    classes = [color_class(value, low, high) for value in values]
+    assert classes == sorted(classes)
+    assert set(classes) <= set(range(CLASSES))
+    if values[-1] - values[0] <= 0.02:
+        assert max(classes) - min(classes) <= 1
+
+
+def test_the_scale_of_the_lines_is_not_narrow() -> None:
+    made = errors(TIERS, 16, exact=0)
+    for entry in made:
+        entry["sqnr_db"] = [21.81, *[21.83] * (len(entry["experts"]) - 1)]
+        entry["tier_sqnr_db"] = 21.82
+    text = page(make_view(manifest(TIERS, 16, quantized=made), []), None)
+    labels = text.partition('id="error-lines"')[2].partition("ylabels")[2].partition("</div>")[0]
+    numbers = [float(number) for number in re.findall(r">(-?[\d.]+)</span>", labels)]
+    assert max(numbers) - min(numbers) >= 0.5
+    assert len(numbers) == len(set(numbers))
+
+
+def test_formats_are_in_upper_case_however_the_manifest_writes_them() -> None:
+    words = Tree(page(make_view(manifest(TIERS, 16, quantized=errors(TIERS, 16)), []), None)).text
+    assert "mse from BF16" in words
+    assert "bf16" not in words
+
+
+def test_what_gptq_gained_is_shown() -> None:
+    ratios = {3: 0.5, 4: 0.25, 5: 0.75}
+    words = Tree(page(make_view(manifest(TIERS, 16, quantized=errors(TIERS, 16, ratios=ratios)), []), None)).text
+    assert "GPTQ has 0.50 times the error of rounding to nearest (median of 3 layers, 0.25 to 0.75)" in words
+    table = words.partition("All layers in numbers")[2]
+    assert "tail GPTQ to nearest" in table
+    assert [f"{ratio:.3f}" for ratio in ratios.values()] == re.findall(r"\b0\.\d{3}\b", table)
+    without = Tree(page(make_view(manifest(TIERS, 16, quantized=errors(TIERS, 16)), []), None)).text
+    assert "GPTQ" not in without
+
+
+def test_no_note_says_what_a_table_says() -> None:
+    bad = errors(TIERS, 16, exact=0)
+    bad[1]["sqnr_db"][0] = 3.0
+    worst = [{"layer": 3, "expert": TIERS[3][0][0], "worst_relative_error": 0.03}]
+    text = page(make_view(manifest(TIERS, 16, quantized=bad, requantized=worst, notes=["mine"]), []), None)
+    notes = text.partition("<h3>Notes</h3><ul>")[2].partition("</ul>")[0]
+    assert re.findall(r"<bdi>(\w+)", notes) == ["WARNING", "mine"]
+    assert "<h3>Notes</h3>" not in page(make_view(manifest(TIERS, 16, quantized=errors(TIERS, 16)), []), None)
 
 
 def test_runs() -> None:

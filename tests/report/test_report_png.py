@@ -9,20 +9,25 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybrid_pack.report.font import ADVANCE, GLYPHS, SCALE, text_width
 from hybrid_pack.report.labels import POWERS, ROUND, labelled
-from hybrid_pack.report.png import DIGITS, HEIGHT, WIDTH, encode, tier_map_png
+from hybrid_pack.report.png import HEIGHT, WIDTH, encode, tier_map_png
 from tests.report.manifests import GLM
 from tests.report.pixels import Pixel, chunks, decode
 
 PAPER, TAIL, KEPT, INK = (255, 255, 255), (0xF0, 0xDC, 0xAE), (0x0B, 0x5C, 0xAD), (0x4A, 0x50, 0x58)
 
 
+def bands(rows: list[list[Pixel]]) -> list[int]:
+    """First rows of the bands that hold colour: one for each layer, and the key."""
+    colored = {y for y, row in enumerate(rows) if any(pixel in (TAIL, KEPT) for pixel in row)}
+    return sorted(y for y in colored if y - 1 not in colored)
+
+
 def cells(rows: list[list[Pixel]]) -> list[list[Pixel]]:
     """Colours of the map from its pixels alone: bands of rows and columns that hold nothing but cells."""
-    colored = [y for y, row in enumerate(rows) if any(pixel in (TAIL, KEPT) for pixel in row)]
-    tops = [y for y in colored if y - 1 not in colored]
     found = []
-    for y in tops:
+    for y in bands(rows)[:-1]:
         row, cell_w = rows[y], None
         at = [x for x, pixel in enumerate(row) if pixel in (TAIL, KEPT)]
         assert row[at[0] : at[-1] + 1].count(INK) == 0
@@ -49,7 +54,7 @@ def test_glm_is_legible_and_small() -> None:
     assert WIDTH * 0.9 < len(rows[0]) < WIDTH * 1.1
     assert HEIGHT * 0.9 < len(rows) < HEIGHT * 1.1
     colored = [[pixel for pixel in row if pixel in (TAIL, KEPT)] for row in rows]
-    lines = [row for row, above in zip(colored[1:], colored, strict=False) if row and not above]
+    lines = [colored[y] for y in bands(rows)[:-1]]
     assert len(lines) == len(GLM)
     for line, (kept, _) in zip(lines, GLM.values(), strict=True):
         width = len(line) // 256
@@ -59,24 +64,66 @@ def test_glm_is_legible_and_small() -> None:
 def test_the_same_map_is_the_same_bytes() -> None:
     """A golden digest: packs made on two machines have the same picture."""
     data = tier_map_png(4, {3: [0, 2], 12: [1], 78: range(4)})
-    assert blake3(data).hexdigest() == "c982760006f6b1768a9d95cca1816deb04e637b4959a259a45ffedd96eb98180"
+    assert blake3(data).hexdigest() == "d329b176d2e38389d31549ac1ebce7bd8df76fc1a7c0db4809495216dfbd0a3b"
     assert [kind for kind, _ in chunks(data)] == [b"IHDR", b"PLTE", b"IDAT", b"IEND"]
 
 
-def test_layers_are_written_beside_their_rows() -> None:
-    """The ink left of the cells is the digits of the layer."""
-    rows = decode(tier_map_png(2, {7: [0], 40: []}))
-    ink = [[pixel == INK for pixel in row[: next(x for x, p in enumerate(row) if p in (TAIL, KEPT))]]
-           for row in rows if any(p in (TAIL, KEPT) for p in row)]  # fmt: skip
-    columns = [x for x in range(len(ink[0])) if any(row[x] for row in ink)]
-    lines = [row[columns[0] : columns[-1] + 1] for row in ink if any(row)]
-    text = ["".join("#" if bit else "." for bit in row[::2]) for row in lines[::2]]
-    seven = ["".join("#" if bit == "1" else "." for bit in DIGITS[7][i : i + 3]) for i in range(0, 15, 3)]
-    four_zero = [
-        ".".join("".join("#" if bit == "1" else "." for bit in DIGITS[d][i : i + 3]) for d in (4, 0))
-        for i in range(0, 15, 3)
-    ]
-    assert text == [f"....{row}" for row in seven] + four_zero
+def written(rows: list[list[Pixel]], left: int, top: int) -> str:
+    """The line of text whose first letter has that corner, read letter by letter up to the first that is none."""
+    shapes = {"".join(line.ljust(ADVANCE, ".") for line in glyph[:7]): letter for letter, glyph in GLYPHS.items()}
+    shapes["." * 7 * ADVANCE] = " "
+    text = ""
+    while left + ADVANCE * SCALE <= len(rows[0]):
+        shape = "".join(
+            "#" if rows[top + y * SCALE][left + x * SCALE] == INK else "." for y in range(7) for x in range(ADVANCE)
+        )
+        if shape not in shapes or text.endswith("  "):
+            break
+        text, left = text + shapes[shape], left + ADVANCE * SCALE
+    return text.rstrip()
+
+
+def test_no_two_digits_look_alike() -> None:
+    """At least four pixels of each differ from every other's, so that no 8 is taken for a 6."""
+    marks = {
+        letter: {(x, y) for y, line in enumerate(glyph) for x, mark in enumerate(line) if mark == "#"}
+        for letter, glyph in GLYPHS.items()
+    }
+    assert all(len(line) == 5 for glyph in GLYPHS.values() for line in glyph)
+    assert len(set(GLYPHS.values())) == len(GLYPHS)
+    assert min(len(marks[a] ^ marks[b]) for a in "0123456789" for b in "0123456789" if a < b) >= 4
+
+
+@pytest.mark.parametrize(("experts", "kept"), [(8, {3: [1], 40: [0]}), (256, {layer: [5] for layer in range(3, 79)})])
+def test_axes_have_titles_numbers_and_the_colors_a_key(experts: int, kept: dict[int, list[int]]) -> None:
+    rows = decode(tier_map_png(experts, kept))
+    tops = bands(rows)
+    left = next(x for x, pixel in enumerate(rows[tops[0]]) if pixel in (TAIL, KEPT))
+    assert written(rows, left, 8) == "expert"
+    assert written(rows, left - 8 - text_width("layer"), 30).startswith("layer")
+    assert written(rows, left if experts > 99 else left + 7, 30)[0] == "0"
+    height = tops[1] - tops[0]
+    for place, layer in ((0, min(kept)), (len(kept) - 1, max(kept))):
+        top = tops[0] + place * height + (height - 1 - 14) // 2
+        assert written(rows, left - 8 - text_width(str(layer)), top).startswith(str(layer))
+    key = rows[tops[-1]]
+    for color, text in ((KEPT, "kept: 4 bits"), (TAIL, "tail: 3 bits")):
+        swatch = [x for x, pixel in enumerate(key) if pixel == color]
+        assert len(swatch) == 14
+        assert written(rows, swatch[-1] + 9, tops[-1]) == text
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 1000), st.lists(st.integers(0, 9999), min_size=1, max_size=120, unique=True).map(sorted))
+def test_no_ink_is_on_a_cell_or_cut(experts: int, layers: list[int]) -> None:
+    """Whatever the size: the border stays paper, and no cell has ink of a number or a title."""
+    rows = decode(tier_map_png(experts, {layer: [0] for layer in layers}))
+    assert {pixel for row in (rows[0], rows[-1]) for pixel in row} == {PAPER}
+    assert {row[x] for row in rows for x in (0, -1)} == {PAPER}
+    tops = bands(rows)
+    assert len(tops) == len(layers) + 1
+    left = next(x for x, pixel in enumerate(rows[tops[0]]) if pixel in (TAIL, KEPT))
+    assert INK not in {pixel for row in rows[tops[0] : tops[-1]] for pixel in row[left:]}
 
 
 @given(st.integers(0, 9), st.integers(1, 300), st.floats(0.1, 90))
