@@ -270,7 +270,7 @@ class _Push:
         return self._seen[1]
 
     def _call(self, call: Any) -> Any:
-        with errors(self.repo_id, "push"):
+        with errors(self.repo_id, "send"):
             return retrying(call, tell=self.progress.note)
 
     def _repository(self, remote: Remote | None, exists: bool, private: bool) -> bool:
