@@ -47,6 +47,14 @@ def status_of(error: BaseException) -> int | None:
     return None
 
 
+def _is_of_connection(error: BaseException) -> bool:
+    """Whether a connection failed, or was never made."""
+    for one in _chain(error):
+        if {kind.__name__ for kind in type(one).__mro__} & _TRANSIENT or isinstance(one, TimeoutError):
+            return True
+    return False
+
+
 def is_transient(error: BaseException) -> bool:
     """Whether the same call may succeed in a moment: 408, 429, 5xx, a connection that failed or was cut short."""
     if isinstance(error, HybridPackError | Stopped):
@@ -54,10 +62,9 @@ def is_transient(error: BaseException) -> bool:
     status = status_of(error)
     if status is not None:
         return status in (408, 429) or status >= 500
+    if _is_of_connection(error):
+        return True
     for one in _chain(error):
-        names = {kind.__name__ for kind in type(one).__mro__}
-        if names & _TRANSIENT or isinstance(one, TimeoutError):
-            return True
         if type(one) is OSError and one.errno is None:  # fewer bytes came than were announced
             return True
         if isinstance(one, RuntimeError) and type(one).__module__ == "builtins" and "xet" in str(one).lower():
@@ -198,7 +205,7 @@ def _other(error: Exception, where: str, doing: str) -> HybridPackError:
             "the disk is full", where=full.filename or where, found=full.strerror,
             hint="make room and run the same command again: finished files are kept",
         )  # fmt: skip
-    if status is None and is_transient(error):
+    if status is None and _is_of_connection(error):
         return EnvironmentFailure(
             f"cannot {doing}", where=where, expected=f"an answer of {_endpoint()}", found=brief(error),
             hint="check the network, proxies and HF_ENDPOINT, and run the same command again",

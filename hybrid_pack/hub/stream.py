@@ -151,7 +151,7 @@ class HubSupply:
             if again:
                 raise DataError(
                     "arrived wrong twice", where=f"{self.remote.name}: {name}", expected=f"{kind} {expected}",
-                    found=digest,
+                    found=digest, hint="try later or from another network; --resume keeps what is finished",
                 )  # fmt: skip
             self.progress.note(f"{name} arrived wrong and is fetched once more")
         self._require_same(name, found)

@@ -67,6 +67,7 @@ def test_it_is_never_shown(
         ("at 'https://h/p/q?X-Amz-Signature=5ec5e7&a=b'.", "at 'https://h/p/q?***'."),
         ("(https://h:8/p?a) and http://h/?b#c d", "(https://h:8/p?***) and http://h/?*** d"),
         ("PUT /p?partNumber=1&X-Amz-Signature=5ec5e7", "PUT /p?partNumber=1&X-Amz-Signature=***"),
+        ("failed ((…)&sig=5ec5e7c0ffee).", "failed ((…))."),
         ("why? see https://h/p", "why? see https://h/p"),
     ],
 )
