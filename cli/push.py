@@ -44,12 +44,19 @@ def _plan_text(plan: PushPlan, repo_id: str) -> str:
     return "\n".join(lines)
 
 
+def _moved(done: Pushed) -> str:
+    """What of it did not have to go out again."""
+    if done.bytes_moved is None or done.bytes_moved >= done.bytes_large:
+        return ""
+    return f"; {size(done.bytes_moved)} went over the network, the Hub had stored the rest before"
+
+
 def _done_text(done: Pushed, out: Path, repo_id: str, branch: str | None) -> str:
     lines = [
         f"pushed {out} to {repo_id}{' (private)' if done.private else ''}",
         f"  commit     {done.commit_url}",
         *([f"  request    {done.pr_url}"] if done.pr_url else []),
-        f"  sent       {counted(done.files_sent, 'file')}, {size(done.bytes_sent)}",
+        f"  sent       {counted(done.files_sent, 'file')}, {size(done.bytes_sent)}{_moved(done)}",
         f"  there      {counted(done.files_there, 'file')}, {size(done.bytes_there)}",
     ]
     lines += [f"  removed    {path}: of another pack" for path in done.removed]

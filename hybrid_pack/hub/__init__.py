@@ -5,6 +5,7 @@ fetch      a checkpoint to convert: whole, or its headers alone
 stream     a checkpoint while it is converted: shards come when needed and go after use
 push       a pack to a repository
 branch     what a push finds there, and whether it may
+sending    bytes that go out while huggingface_hub sends
 pull       some ranks of a pack from a repository, checked on arrival
 listing    what a repository holds, without its payload
 download   one file, bounded and tried again

@@ -13,6 +13,7 @@ from hybrid_pack.errors import DataError, EnvironmentFailure, HybridPackError, U
 from hybrid_pack.hub.branch import Branch, card_warning, look
 from hybrid_pack.hub.errors import errors, retrying
 from hybrid_pack.hub.listing import Remote, find_remote, list_files, open_remote
+from hybrid_pack.hub.sending import counting
 from hybrid_pack.io.manifest import MANIFEST, README, read_manifest
 from hybrid_pack.io.progress import Progress, Silent
 from hybrid_pack.io.remote import RemoteFile
@@ -57,7 +58,10 @@ class Pushed:
         revision: Branch or reference the pack is on now.
         private: Whether not everybody sees the repository.
         files_sent: Files that were not there before.
-        bytes_sent: Their bytes; Xet moves fewer where it has parts of them.
+        bytes_sent: Their bytes.
+        bytes_moved: Of them, bytes that went over the network in large files; fewer where the Hub had stored some, as
+            after an interrupted push. None where this huggingface_hub does not tell.
+        bytes_large: Of them, bytes of large files.
         files_there: Files that were there already.
         bytes_there: Their bytes.
         removed: Files of another pack that are gone.
@@ -72,6 +76,8 @@ class Pushed:
     private: bool
     files_sent: int
     bytes_sent: int
+    bytes_moved: int | None
+    bytes_large: int
     files_there: int
     bytes_there: int
     removed: tuple[str, ...]
@@ -178,7 +184,7 @@ def push(
         message: Title of the commits.
         replace: Weights of another pack, and a README.md that was edited on the Hub, may go.
         bars: Let huggingface_hub show its progress bars on stderr.
-        progress: Told of waits.
+        progress: Told of waits, and without bars of bytes that went out.
 
     Raises:
         UsageError: The call cannot be right; weights of something else are there.
@@ -199,7 +205,7 @@ def push(
     manifest = read_manifest(root)
     watch = progress or Silent()
     _warn_of_card(root, manifest, watch)
-    return _Push(root, repo_id, manifest, watch).go(private, revision, create_pr, message, replace=replace)
+    return _Push(root, repo_id, manifest, watch).go(private, revision, create_pr, message, replace=replace, bars=bars)
 
 
 class _Push:
@@ -213,7 +219,9 @@ class _Push:
         self.sizes = pack_sizes(root, manifest)
         self._seen: tuple[str, Branch] | None = None
 
-    def go(self, private: bool, revision: str | None, create_pr: bool, message: str | None, *, replace: bool) -> Pushed:
+    def go(
+        self, private: bool, revision: str | None, create_pr: bool, message: str | None, *, replace: bool, bars: bool
+    ) -> Pushed:
         """Carry it out."""
         remote, exists = _open(self.repo_id, revision)
         if exists:  # refused before a branch or a pull request is made; both begin as the main branch is
@@ -228,9 +236,13 @@ class _Push:
             del self.sizes[README]
         gone = [*stale, *self._manifest_that_differs(before)]
         last = {MANIFEST, README}
+        if not bars:
+            there = {p for p, nbytes in self.sizes.items() if p in before and before[p].nbytes == nbytes}
+            self.progress.start(sum(self.sizes.values()), sum(self.sizes[p] for p in there))
         try:
-            self._upload(set(self.sizes) - last, gone, target, title)
-            info = self._upload(last & set(self.sizes), [], target, f"{title}: manifest")
+            with counting(lambda n: None if bars else self.progress.advance(n)) as moved:
+                self._upload(set(self.sizes) - last, gone, target, title)
+                info = self._upload(last & set(self.sizes), [], target, f"{title}: manifest")
         except HybridPackError as error:
             if pr_url is None:
                 raise
@@ -249,6 +261,8 @@ class _Push:
             private=private_now,
             files_sent=len(sent),
             bytes_sent=sum(self.sizes[p] for p in sent),
+            bytes_moved=moved.nbytes if moved.known else None,
+            bytes_large=sum(self.sizes[p] for p in sent if after[p].sha256 is not None),
             files_there=len(same),
             bytes_there=sum(self.sizes[p] for p in same),
             removed=stale,

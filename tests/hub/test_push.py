@@ -18,6 +18,7 @@ from hybrid_pack.cli.progress import size
 from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
 from hybrid_pack.hub import plan_push, pull, push
 from hybrid_pack.io.manifest import MANIFEST, decode_manifest, read_manifest
+from hybrid_pack.io.progress import Silent
 from hybrid_pack.sharding import Topology
 from hybrid_pack.synthetic import write_checkpoint
 from hybrid_pack.verify import verify_pack
@@ -475,6 +476,48 @@ def test_what_does_not_pass_ends_it_and_the_rest_is_sent_later(
     assert hub.received_bytes - before == large - sum(sent.values()), "what the Hub had is not sent again"
 
 
+class Counter(Silent):
+    def __init__(self) -> None:
+        self.total = self.before = self.sent = 0
+
+    def start(self, total_bytes: int, done_bytes: int = 0) -> None:
+        self.total, self.before = total_bytes, done_bytes
+
+    def advance(self, nbytes: int) -> None:
+        self.sent += nbytes
+
+
+def large_bytes(root: Path) -> int:
+    return sum(len(data) for path, data in tree(root).items() if path.endswith(LFS_SUFFIXES))
+
+
+def test_bytes_that_go_out_are_told(hub: Hub, good_pack: Path) -> None:
+    counter = Counter()
+    done = push(good_pack, REPO, progress=counter)
+    assert (counter.total, counter.before) == (sum(map(len, tree(good_pack).values())), 0)
+    assert counter.sent == hub.received_bytes == done.bytes_moved == done.bytes_large == large_bytes(good_pack)
+
+
+def test_a_line_off_a_terminal(hub: Hub, good_pack: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("hybrid_pack.cli.progress.LINE_SECONDS", 0.0)
+    assert run(["push", str(good_pack), REPO]) == 0
+    assert re.search(r"^push: \d+ % of .*/s", capsys.readouterr().err, re.MULTILINE)
+
+
+def test_what_the_hub_had_stored_is_not_counted_as_sent(
+    hub: Hub, good_pack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After an interruption large files are stored, but in no commit yet."""
+    fault = hub.fault("POST", "/commit/", status=403, times=9)
+    assert run(["push", str(good_pack), REPO]) == 3
+    fault.times = 0
+    assert hub.received_bytes == large_bytes(good_pack)
+    capsys.readouterr()
+    assert run(["push", str(good_pack), REPO]) == 0
+    assert "; 0 B went over the network, the Hub had stored the rest before" in capsys.readouterr().out
+    assert hub.received_bytes == large_bytes(good_pack)
+
+
 def test_a_file_the_hub_leaves_out_is_noticed(hub: Hub, good_pack: Path) -> None:
     """A .gitignore of the repository makes huggingface_hub skip files without an error."""
     hub.ignored.add("tokenizer.json")
@@ -504,6 +547,8 @@ def test_by_xet_and_back(xet: Hub, good_pack: Path, tmp_path: Path) -> None:
     done = push(good_pack, REPO)
     assert on_hub(xet) == tree(good_pack)
     assert done.files_sent == len(tree(good_pack))
+    assert done.bytes_moved is not None
+    assert done.bytes_moved > 0
     assert not any(method == "PUT" or "objects/batch" in path for method, path in xet.requests)
     check_history(xet)
     xet.sent.clear()
