@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hybrid_pack.cli.options import BYTES, LAYERS, quantize_options
-from hybrid_pack.cli.progress import ByteProgress
+from hybrid_pack.cli.progress import ByteProgress, size
 from hybrid_pack.cli.source import local_source, streamed_source
 from hybrid_pack.cli.streams import put
 from hybrid_pack.errors import UsageError
@@ -65,8 +65,10 @@ def command(
     if options["resume"] and options["overwrite"]:
         raise click.UsageError("--resume goes on with what is there, --overwrite removes it: give one of them")
     from hybrid_pack.cli import tables
-    from hybrid_pack.convert import check, convert, require_disk
+    from hybrid_pack.cli.room import source_room
+    from hybrid_pack.convert import Conversion, check, convert, require_disk
     from hybrid_pack.io.checkpoint import open_checkpoint
+    from hybrid_pack.io.manifest import STATE
     from hybrid_pack.io.quantization import QuantizeOptions
     from hybrid_pack.plan import make_plan
     from hybrid_pack.sharding import Topology
@@ -81,21 +83,38 @@ def command(
         source = open_checkpoint(root, name=name, **opened)
         return make_plan(source, Topology(tp, ep), layers, pad=pad, options=quantize)
 
+    def show(done: Conversion, plan: Plan) -> None:
+        document = tables.conversion_json(done, out) if as_json else None
+        text = tables.conversion_text(done, plan, out, src)
+        if supply is not None and done.files_written:
+            text += f"  # fetches the whole source, {size(plan.source_bytes)}; verify without --source fetches nothing"
+        with suppress(BrokenPipeError):  # the pack is finished, whether or not anybody reads about it
+            put(json.dumps(document, indent=1) if document else text)
+
     root, name = local_source(src, headers_only=True)
     plan, on_hub = planned(root, name), name is not None
     if no_keep and not on_hub:
         raise UsageError("--no-keep is for a checkpoint on the Hub; a folder is never changed", where=src)
-    if on_hub and not dry_run:  # whatever would be refused is refused before hundreds of gigabytes are fetched
-        _, found = check(plan, out, headers_only=True, **options)
+    if on_hub or dry_run:  # whatever would be refused is refused before hundreds of gigabytes are fetched
+        needs, found = check(plan, out, headers_only=on_hub, **options)
+        room = source_room(src, out, plan, found.done, no_keep=no_keep) if on_hub and not found.complete else None
+        if dry_run:
+            document = tables.plan_json(plan, needs, found) if as_json else None
+            if document is not None and room is not None:
+                document["source_room"] = room.as_dict()
+            text = tables.plan_text(plan, needs, found, out) + (f"\n{room.line(found.space)}" if room else "")
+            put(json.dumps(document, indent=1) if document else text)
         require_disk(found.space, out, kept=bool(found.done))
+        if room is not None:
+            room.require(found.space)
+        if dry_run:
+            return
+        if found.complete and found.manifest is not None and not (out / STATE).exists():  # nothing need be fetched
+            files = len(found.manifest.paths()) + 1
+            show(Conversion(found.manifest, 0, files, 0, 0.0, needs.workers), plan)
+            return
         if not no_keep:
             plan = planned(*local_source(src))
-    if dry_run:
-        needs, found = check(plan, out, headers_only=on_hub, **options)
-        document = tables.plan_json(plan, needs, found) if as_json else None
-        put(json.dumps(document, indent=1) if document else tables.plan_text(plan, needs, found, out))
-        require_disk(found.space, out, kept=bool(found.done))
-        return
     with ByteProgress("convert", lines=as_json) as progress:
         if no_keep:
             root, name, supply = streamed_source(src, out, progress)
@@ -110,6 +129,4 @@ def command(
             raise
     if supply is not None:
         supply.close()
-    document = tables.conversion_json(done, out) if as_json else None
-    with suppress(BrokenPipeError):  # the pack is finished, whether or not anybody reads about it
-        put(json.dumps(document, indent=1) if document else tables.conversion_text(done, plan, out, src))
+    show(done, plan)

@@ -45,7 +45,7 @@ def command(
             progress=progress,
         )  # fmt: skip
     scope = " ".join(f"--rank {rank}" for rank in ranks) + (" --experts-only" if experts_only else "")
-    verify = f"hybrid-pack verify {out}{' ' if scope.strip() else ''}{scope.strip()}" if len(ranks) < 2 else None
+    verify = f"hybrid-pack verify {out} {scope.strip()}".rstrip()
     if as_json:
         document = {
             "repository": repo_id,
@@ -69,8 +69,7 @@ def command(
             f"  kept     {counted(done.files_kept, 'file')}, {size(done.bytes_kept)}",
         ]
         lines += [f"  replaced {path}: it was there with other bytes" for path in done.replaced]
-        if verify is not None:
-            lines.append(f"next: {verify}")
+        lines.append(f"next: {verify}")
         text = "\n".join(lines)
     with suppress(BrokenPipeError):  # the files are there, whether or not anybody reads about it
         put(text)

@@ -36,6 +36,12 @@ def hub_id(text: str, revision: str | None = None) -> tuple[str, str | None]:
     return match[1], match[2] or revision
 
 
+def stream_folder(out: Path) -> Path:
+    """Where shards lie that are not to be kept: beside the pack."""
+    out = out.absolute()
+    return out.parent / f".{out.name}.source"
+
+
 def streamed_source(text: str, out: Path, progress: Progress) -> tuple[Path, str | None, HubSupply | None]:
     """(folder, name to remember, what brings its shards) of a Hub id that is not to be kept.
 
@@ -57,8 +63,7 @@ def streamed_source(text: str, out: Path, progress: Progress) -> tuple[Path, str
     cached = hub.cached_checkpoint(repo_id, revision)
     if cached is not None:
         return cached, repo_id, None
-    out = out.absolute()
-    folder = out.parent / f".{out.name}.source"
+    folder = stream_folder(out)
     return folder, repo_id, hub.stream_checkpoint(repo_id, revision, folder, progress=progress)
 
 

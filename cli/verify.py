@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     help="JSON file with the bit map, as given to convert.",
 )
 @click.option("--quick", is_flag=True, help="Structure only: no payload is read, of the pack or of the source.")
-@click.option("--rank", type=int, help="Only this rank's shards.")
+@click.option("--rank", "ranks", type=int, multiple=True, help="Only this rank's shards; may be repeated.")
 @click.option("--layers", type=LAYERS, help="Only these layers' shards, such as 3-5,78.")
 @click.option("--experts-only", is_flag=True, help="Not the base tensors; their files may be missing.")
 @click.option("--remote", help="Instead of PACK: org/name[@revision] on the Hub, by names, sizes and hashes.")
@@ -45,7 +45,7 @@ def command(
     source: str | None,
     bit_map: Path | None,
     quick: bool,
-    rank: int | None,
+    ranks: tuple[int, ...],
     layers: tuple[int, ...] | None,
     experts_only: bool,
     remote: str | None,
@@ -63,7 +63,7 @@ def command(
     if (pack is None) == (remote is None):
         raise click.UsageError("give the folder of a pack, or --remote org/name", ctx)
     if remote is not None:
-        if source is not None or bit_map is not None or quick or rank is not None or layers or experts_only:
+        if source is not None or bit_map is not None or quick or ranks or layers or experts_only:
             raise click.UsageError("--remote takes --against, --workers and --json only", ctx)
         return _shown(_remote(remote, against, workers, as_json), remote, as_json)
     if against is not None:
@@ -78,7 +78,7 @@ def command(
             source=checkpoint,
             bit_map_file=bit_map,
             quick=quick,
-            rank=rank,
+            rank=ranks or None,
             layers=layers,
             experts_only=experts_only,
             workers=workers,

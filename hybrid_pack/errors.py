@@ -5,13 +5,20 @@ from __future__ import annotations
 import re
 
 _TOKEN = re.compile(r"\b(?:hf_oauth_[\w.-]{16,}|(?:hf|api_org)_[A-Za-z0-9]{16,})")
+_QUERY = re.compile(r"(https?://[^\s?#'\"<>]*)\?[^\s'\"<>)]*")
+_CUT_URL = re.compile(r"\(…\)[^\s'\"<>)]*")
+"""The end of a URL, as huggingface_hub shortens it: that of a signed one may be the signature."""
+_SIGNED = re.compile(r"\b(X-Amz-[\w-]+|Signature|Policy|Key-Pair-Id)=[^&\s'\"<>)]+", re.IGNORECASE)
 LONGEST_PART = 600
 """Characters of each part of a message: a hostile header can make one of a megabyte."""
 
 
 def hide_tokens(text: str) -> str:
-    """The text without what looks like a token of the Hugging Face Hub: servers and libraries may quote one."""
-    return _TOKEN.sub("hf_***", text)
+    """The text without what gives access: tokens of the Hugging Face Hub, and the query of every URL.
+
+    Servers and libraries quote both; who has a signed URL can read or write what it is for.
+    """
+    return _SIGNED.sub(r"\1=***", _CUT_URL.sub("(…)", _QUERY.sub(r"\1?***", _TOKEN.sub("hf_***", text))))
 
 
 def plain(text: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from hybrid_pack.errors import DataError
 from hybrid_pack.hub.errors import Stopped, at, errors, retrying
+from hybrid_pack.hub.logs import announce
 
 
 class TooLong(DataError):
@@ -65,7 +66,7 @@ def download(
     again: bool = False,
     stop: threading.Event | None = None,
     advance: Callable[[int], None] = lambda _: None,
-    tell: Callable[[str], None] = lambda _: None,
+    tell: Callable[[str], None] = announce,
 ) -> Path:
     """Fetch one file; what arrives is neither hashed nor trusted.
 
@@ -138,9 +139,7 @@ def forget(folder: Path, path: str) -> None:
             name.unlink()
 
 
-def fetch_bytes(
-    repo_id: str, commit: str, path: str, nbytes: int, tell: Callable[[str], None] = lambda _: None
-) -> bytes:
+def fetch_bytes(repo_id: str, commit: str, path: str, nbytes: int, tell: Callable[[str], None] = announce) -> bytes:
     """The bytes of a small file, through a folder of its own.
 
     Raises:

@@ -7,13 +7,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from hybrid_pack.errors import DataError, EnvironmentFailure, HybridPackError, UsageError, hide_tokens
+from hybrid_pack.hub.logs import announce, hide_in_logs
 
 T = TypeVar("T")
 
-WAITS = (1, 2, 4, 8, 16)
-"""Seconds between tries; the Hub's own ``Retry-After`` goes before."""
+WAITS = (1, 2, 4, 8, 16, 30, 60, 60, 60, 60)
+"""Seconds between tries, five minutes in all; the Hub's own ``Retry-After`` goes before."""
 
 MOST_WAIT = 300
 """Rate limits of the Hub count five minutes."""
@@ -45,6 +47,14 @@ def status_of(error: BaseException) -> int | None:
     return None
 
 
+def _is_of_connection(error: BaseException) -> bool:
+    """Whether a connection failed, or was never made."""
+    for one in _chain(error):
+        if {kind.__name__ for kind in type(one).__mro__} & _TRANSIENT or isinstance(one, TimeoutError):
+            return True
+    return False
+
+
 def is_transient(error: BaseException) -> bool:
     """Whether the same call may succeed in a moment: 408, 429, 5xx, a connection that failed or was cut short."""
     if isinstance(error, HybridPackError | Stopped):
@@ -52,10 +62,9 @@ def is_transient(error: BaseException) -> bool:
     status = status_of(error)
     if status is not None:
         return status in (408, 429) or status >= 500
+    if _is_of_connection(error):
+        return True
     for one in _chain(error):
-        names = {kind.__name__ for kind in type(one).__mro__}
-        if names & _TRANSIENT or isinstance(one, TimeoutError):
-            return True
         if type(one) is OSError and one.errno is None:  # fewer bytes came than were announced
             return True
         if isinstance(one, RuntimeError) and type(one).__module__ == "builtins" and "xet" in str(one).lower():
@@ -83,7 +92,7 @@ def sleep(seconds: float, stop: threading.Event | None) -> None:
 
 
 def retrying(
-    call: Callable[[], T], *, tell: Callable[[str], None] = lambda _: None, stop: threading.Event | None = None
+    call: Callable[[], T], *, tell: Callable[[str], None] = announce, stop: threading.Event | None = None
 ) -> T:
     """Call, and call again after a while if what failed may pass.
 
@@ -108,7 +117,7 @@ def retrying(
 
 
 def brief(error: BaseException) -> str:
-    """First line of an error's message, without anything that looks like a token."""
+    """First line of an error's message, without anything that gives access."""
     text = str(error).strip()
     line = text.splitlines()[0] if text else type(error).__name__
     return hide_tokens(line)
@@ -133,6 +142,7 @@ def errors(where: str, doing: str = "fetch", *, nor_folder: bool = False) -> Ite
         RevisionNotFoundError,
     )
 
+    hide_in_logs()
     try:
         yield
     except (HybridPackError, Stopped):
@@ -157,9 +167,8 @@ def errors(where: str, doing: str = "fetch", *, nor_folder: bool = False) -> Ite
             if nor_folder
             else "not reachable on the Hub",
             where=where,
-            hint="check the path; if it is a Hub id, the network and HF_HUB_OFFLINE"
-            if nor_folder
-            else "check the network and HF_HUB_OFFLINE",
+            hint=("check the path; if it is a Hub id, " if nor_folder else "check ")
+            + f"the network to {_endpoint()}, HF_ENDPOINT and HF_HUB_OFFLINE",
         ) from None
     except EntryNotFoundError as error:
         raise DataError("the repository does not have a file it should have", where=where, found=brief(error)) from None
@@ -174,9 +183,17 @@ def _other(error: Exception, where: str, doing: str) -> HybridPackError:
             "not logged in, or the token is not valid", where=where, hint="log in with `hf auth login`"
         )
     if status == 403:
+        host = _other_host(error)
+        if host is not None:
+            return EnvironmentFailure(
+                "the server that holds the files does not allow it", where=where, found=f"HTTP 403 from {host}",
+                hint=f"its links last for a time only: run the same command again; if that does not help, does a proxy "
+                f"or firewall let you to {host}? Then the login: `hf auth login`",
+            )  # fmt: skip
+        verb = "push" if doing == "send" else doing.split()[0]
         return EnvironmentFailure(
             "the Hub does not allow it", where=where, found=brief(error),
-            hint=f"log in with `hf auth login`, as somebody who may {doing} there",
+            hint=f"log in with `hf auth login`, as somebody who may {verb} there",
         )  # fmt: skip
     if status == 429:
         return EnvironmentFailure(
@@ -188,7 +205,29 @@ def _other(error: Exception, where: str, doing: str) -> HybridPackError:
             "the disk is full", where=full.filename or where, found=full.strerror,
             hint="make room and run the same command again: finished files are kept",
         )  # fmt: skip
+    if status is None and _is_of_connection(error):
+        return EnvironmentFailure(
+            f"cannot {doing}", where=where, expected=f"an answer of {_endpoint()}", found=brief(error),
+            hint="check the network, proxies and HF_ENDPOINT, and run the same command again",
+        )  # fmt: skip
     return EnvironmentFailure(f"cannot {doing}", where=where, found=brief(error))
+
+
+def _endpoint() -> str:
+    """The Hub that is asked: ``HF_ENDPOINT``, or huggingface.co."""
+    from huggingface_hub import constants
+
+    return hide_tokens(str(constants.ENDPOINT))
+
+
+def _other_host(error: BaseException) -> str | None:
+    """The host an answer came from, where that is not the Hub itself but holds its large files."""
+    for one in _chain(error):
+        url = getattr(getattr(one, "response", None), "url", None)
+        if url is not None:
+            host = urlsplit(str(url)).hostname
+            return host if host != urlsplit(_endpoint()).hostname else None
+    return None
 
 
 def at(repo_id: str, revision: str | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from hybrid_pack.errors import DataError, EnvironmentFailure
 from hybrid_pack.hub.errors import at, errors, retrying
+from hybrid_pack.hub.listing import list_files, open_remote
 from hybrid_pack.io.config import read_document
 from hybrid_pack.io.safetensors import MAX_HEADER_BYTES
 from hybrid_pack.io.shards import INDEX, SINGLE
@@ -79,6 +81,26 @@ def cached_checkpoint(repo_id: str, revision: str | None = None) -> Path | None:
     """Its snapshot folder in the local cache, if it is whole there; the Hub is not asked."""
     with errors(at(repo_id, revision), nor_folder=True):
         return _cached(repo_id, revision)
+
+
+def cache_need(repo_id: str, revision: str | None = None) -> tuple[Path, int]:
+    """(the Hugging Face cache, bytes that ``fetch_checkpoint`` would add to it); what is whole there costs nothing.
+
+    Raises:
+        UsageError: No such repository or revision.
+        DataError: A listing that cannot be.
+        EnvironmentFailure: No network, no access.
+    """
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    if cached_checkpoint(repo_id, revision) is not None:
+        return cache, 0
+    blobs = cache / f"models--{repo_id.replace('/', '--')}" / "blobs"
+    files = list_files(open_remote(repo_id, revision)).values()
+    wanted = [file for file in files if any(fnmatch.fnmatchcase(file.path, pattern) for pattern in WANTED)]
+    distinct = {file.sha256 or file.git_sha1 or file.path: file.nbytes for file in wanted}  # a blob is stored once
+    return cache, sum(nbytes for name, nbytes in distinct.items() if not (blobs / name).is_file())
 
 
 def hub_files() -> Any:

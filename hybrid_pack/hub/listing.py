@@ -11,6 +11,7 @@ from typing import Any
 from hybrid_pack.errors import DataError
 from hybrid_pack.hub.download import fetch_bytes
 from hybrid_pack.hub.errors import at, errors, retrying
+from hybrid_pack.hub.logs import announce
 from hybrid_pack.io.manifest import MANIFEST
 from hybrid_pack.io.remote import RemoteFile
 
@@ -57,7 +58,7 @@ def find_remote(repo_id: str, revision: str | None = None) -> Remote | None:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    with errors(at(repo_id, revision)):
+    with errors(at(repo_id, revision), "read what is there"):
         try:
             return _remote(repo_id, revision, retrying(lambda: HfApi().model_info(repo_id, revision=revision)))
         except GatedRepoError:
@@ -76,7 +77,7 @@ def open_remote(repo_id: str, revision: str | None = None) -> Remote:
     """
     from huggingface_hub import HfApi
 
-    with errors(at(repo_id, revision)):
+    with errors(at(repo_id, revision), "read what is there"):
         return _remote(repo_id, revision, retrying(lambda: HfApi().model_info(repo_id, revision=revision)))
 
 
@@ -127,7 +128,7 @@ def list_files(remote: Remote) -> dict[str, RemoteFile]:
         listed = HfApi().list_repo_tree(remote.repo_id, recursive=True, revision=remote.commit)
         return list(islice((entry for entry in listed if isinstance(entry, RepoFile)), MAX_FILES + 1))
 
-    with errors(remote.name):
+    with errors(remote.name, "read what is there"):
         found = retrying(ask)
     if len(found) > MAX_FILES:
         raise DataError("the repository has too many files", where=remote.name, expected=f"at most {MAX_FILES:,}")
@@ -142,7 +143,7 @@ def look_up(remote: Remote, paths: Iterable[str]) -> dict[str, RemoteFile]:
     wanted = list(paths)
     asked = set(wanted)
     found: list[Any] = []
-    with errors(remote.name):
+    with errors(remote.name, "read what is there"):
         for i in range(0, len(wanted), _ASKED_TOGETHER):
             some = wanted[i : i + _ASKED_TOGETHER]
             answer = retrying(lambda some=some: HfApi().get_paths_info(remote.repo_id, some, revision=remote.commit))  # type: ignore[misc]
@@ -150,7 +151,7 @@ def look_up(remote: Remote, paths: Iterable[str]) -> dict[str, RemoteFile]:
     return _by_path((_remote_file(entry, remote.name) for entry in found), remote.name)
 
 
-def fetch_manifest(remote: Remote, tell: Callable[[str], None] = lambda _: None) -> bytes:
+def fetch_manifest(remote: Remote, tell: Callable[[str], None] = announce) -> bytes:
     """The bytes of a repository's manifest; not checked.
 
     Raises:

@@ -18,13 +18,13 @@ from hybrid_pack.hub.arrival import what_is_wrong
 from hybrid_pack.hub.download import TooLong, abort, download, forget
 from hybrid_pack.hub.errors import Stopped
 from hybrid_pack.hub.listing import Remote, fetch_manifest, look_up, open_remote
-from hybrid_pack.io.manifest import MANIFEST, STATE, decode_manifest, topology_of
+from hybrid_pack.io.manifest import MANIFEST, PULL_STAGING, STATE, decode_manifest, topology_of
 from hybrid_pack.io.output import fsync_folder, make_folder, write_small
 from hybrid_pack.io.progress import Progress, Silent
 from hybrid_pack.schemas.manifest import FileEntry, Manifest, ShardEntry
 
-STAGING = ".hybrid-pack-pull"
-"""Folder inside DIR where files arrive; removed at the end. Begins with a dot, so that no reader looks at it."""
+STAGING = PULL_STAGING
+"""Folder inside DIR where files arrive; removed at the end."""
 
 DEFAULT_WORKERS = 4
 MAX_WORKERS = 64
@@ -325,7 +325,8 @@ class _Pull:
                 self.progress.note(f"{entry.path} arrived wrong ({why}) and is fetched once more")
         raise DataError(
             f"arrived wrong twice: {why}", where=f"{self.remote.name}: {entry.path}",
-            hint="what is on the Hub may be damaged: hybrid-pack verify --remote; the file was not kept",
+            hint="it was not kept. Try later or from another network; if it stays, report it to the publisher, whose "
+            "good copy proves what the Hub has: hybrid-pack verify --remote ... --against COPY",
         )  # fmt: skip
 
     def done(self, ranks: tuple[int, ...]) -> Pulled:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import glob
 import re
 from collections.abc import Iterable, Mapping
@@ -11,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_pack.errors import DataError, EnvironmentFailure, HybridPackError, UsageError
+from hybrid_pack.hub.branch import Branch, card_warning, look
 from hybrid_pack.hub.errors import errors, retrying
-from hybrid_pack.hub.listing import Remote, fetch_manifest, find_remote, list_files, open_remote
-from hybrid_pack.io.manifest import MANIFEST, README, decode_manifest, read_manifest
+from hybrid_pack.hub.listing import Remote, find_remote, list_files, open_remote
+from hybrid_pack.hub.sending import counting
+from hybrid_pack.io.manifest import MANIFEST, README, read_manifest
 from hybrid_pack.io.progress import Progress, Silent
 from hybrid_pack.io.remote import RemoteFile
 from hybrid_pack.schemas.manifest import Manifest
-
-_OF_A_PACK = ("experts/*", "model-*.safetensors")
-"""Files that, where a manifest does not list them, are of another pack."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +29,11 @@ class PushPlan:
         new_branch: The branch would be.
         send: Files that are not there yet, or differ, with their bytes.
         there: Files that are there already, byte for byte.
-        stale: Files of an earlier pack that go in the same push.
+        stale: Files of another pack that go in the same push.
+        overwritten: Its weight files that get other bytes.
         foreign: Files nobody knows here; they are left alone.
+        keeps_card: README.md was edited on the Hub and stays as it is there.
+        refused: Why the push would be refused, or None.
     """
 
     new_repository: bool
@@ -40,7 +41,10 @@ class PushPlan:
     send: Mapping[str, int]
     there: Mapping[str, int]
     stale: tuple[str, ...]
+    overwritten: tuple[str, ...]
     foreign: tuple[str, ...]
+    keeps_card: bool
+    refused: str | None
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,15 @@ class Pushed:
         revision: Branch or reference the pack is on now.
         private: Whether not everybody sees the repository.
         files_sent: Files that were not there before.
-        bytes_sent: Their bytes; Xet moves fewer where it has parts of them.
+        bytes_sent: Their bytes.
+        bytes_moved: Of them, bytes that went over the network in large files; fewer where the Hub had stored some, as
+            after an interrupted push. None where this huggingface_hub does not tell.
+        bytes_large: Of them, bytes of large files.
         files_there: Files that were there already.
         bytes_there: Their bytes.
-        removed: Files of an earlier pack that are gone.
+        removed: Files of another pack that are gone.
         foreign: Files of neither that were left alone.
+        card_kept: README.md was edited on the Hub and stays as it is there.
     """
 
     commit: str
@@ -68,10 +76,13 @@ class Pushed:
     private: bool
     files_sent: int
     bytes_sent: int
+    bytes_moved: int | None
+    bytes_large: int
     files_there: int
     bytes_there: int
     removed: tuple[str, ...]
     foreign: tuple[str, ...]
+    card_kept: bool
 
 
 def pack_sizes(root: Path, manifest: Manifest) -> dict[str, int]:
@@ -91,33 +102,20 @@ def _open(repo_id: str, revision: str | None) -> tuple[Remote | None, bool]:
     return None, find_remote(repo_id, None) is not None
 
 
-def _stale(files: Mapping[str, RemoteFile], sizes: Mapping[str, int], old: Iterable[str]) -> tuple[str, ...]:
-    before = set(old)
-    return tuple(
-        sorted(
-            path
-            for path in files
-            if path not in sizes and (path in before or any(fnmatch.fnmatchcase(path, p) for p in _OF_A_PACK))
-        )
-    )
-
-
-def _old_paths(remote: Remote | None, files: Mapping[str, RemoteFile]) -> list[str]:
-    """What the manifest that is there lists, if it is one."""
-    if remote is None or MANIFEST not in files:
-        return []
-    try:
-        return decode_manifest(fetch_manifest(remote), remote.name).paths()
-    except DataError:
-        return []
-
-
 def _foreign(files: Mapping[str, RemoteFile], known: Iterable[str]) -> tuple[str, ...]:
     left = {README, *known}
     return tuple(sorted(file.shown() for path, file in files.items() if path not in left and path[:1] != "."))
 
 
-def plan_push(root: Path, repo_id: str, *, revision: str | None = None, progress: Progress | None = None) -> PushPlan:
+def _warn_of_card(root: Path, manifest: Manifest, progress: Progress) -> None:
+    warning = card_warning(root, manifest)
+    if warning is not None:
+        progress.note(f"warning: {warning}")
+
+
+def plan_push(
+    root: Path, repo_id: str, *, revision: str | None = None, replace: bool = False, progress: Progress | None = None
+) -> PushPlan:
     """What ``push`` would do: files that are there in their size are hashed and compared. Changes nothing.
 
     Raises:
@@ -126,14 +124,18 @@ def plan_push(root: Path, repo_id: str, *, revision: str | None = None, progress
     """
     manifest = read_manifest(root)
     sizes = pack_sizes(root, manifest)
+    watch = progress or Silent()
+    _warn_of_card(root, manifest, watch)
     remote, exists = _open(repo_id, revision)
     if remote is None and exists:  # a new branch starts as the main one is
         remote, new_branch = _open(repo_id, None)[0], True
     else:
         new_branch = False
-    files = {} if remote is None else list_files(remote)
+    branch = look(remote, root, manifest, sizes, replace=replace)
+    files = branch.files
+    if branch.keeps_card:
+        del sizes[README]
     same_size = [path for path, nbytes in sizes.items() if path in files and files[path].nbytes == nbytes]
-    watch = progress or Silent()
     if same_size:
         watch.start(sum(sizes[path] for path in same_size), 0)
     there = set()
@@ -141,14 +143,17 @@ def plan_push(root: Path, repo_id: str, *, revision: str | None = None, progress
         _, expected, found = files[path].digest_of(root / path, watch.advance)
         if expected == found:
             there.add(path)
-    stale = _stale(files, sizes, _old_paths(remote, files))
+    refusal = None if remote is None else branch.refusal(remote.name, replace=replace)
     return PushPlan(
         new_repository=not exists,
         new_branch=new_branch,
         send={path: nbytes for path, nbytes in sizes.items() if path not in there},
         there={path: nbytes for path, nbytes in sizes.items() if path in there},
-        stale=stale,
-        foreign=_foreign(files, (*sizes, *stale)),
+        stale=branch.stale,
+        overwritten=branch.overwritten,
+        foreign=_foreign(files, (*sizes, *branch.stale)),
+        keeps_card=branch.keeps_card,
+        refused=None if refusal is None else str(refusal),
     )
 
 
@@ -160,6 +165,7 @@ def push(
     revision: str | None = None,
     create_pr: bool = False,
     message: str | None = None,
+    replace: bool = False,
     bars: bool = False,
     progress: Progress | None = None,
 ) -> Pushed:
@@ -176,11 +182,12 @@ def push(
         revision: Branch, made if it is not there; by default main.
         create_pr: On a new pull request instead.
         message: Title of the commits.
+        replace: Weights of another pack, and a README.md that was edited on the Hub, may go.
         bars: Let huggingface_hub show its progress bars on stderr.
-        progress: Told of waits.
+        progress: Told of waits, and without bars of bytes that went out.
 
     Raises:
-        UsageError: The call cannot be right.
+        UsageError: The call cannot be right; weights of something else are there.
         DataError: No valid manifest; or the Hub does not hold afterwards what was sent.
         EnvironmentFailure: No network, no access; what was sent is kept on the Hub.
     """
@@ -196,7 +203,9 @@ def push(
     if not bars:
         disable_progress_bars()
     manifest = read_manifest(root)
-    return _Push(root, repo_id, manifest, progress or Silent()).go(private, revision, create_pr, message)
+    watch = progress or Silent()
+    _warn_of_card(root, manifest, watch)
+    return _Push(root, repo_id, manifest, watch).go(private, revision, create_pr, message, replace=replace, bars=bars)
 
 
 class _Push:
@@ -208,21 +217,32 @@ class _Push:
         self.root, self.repo_id, self.manifest, self.progress = root, repo_id, manifest, progress
         self.api: Any = HfApi()
         self.sizes = pack_sizes(root, manifest)
+        self._seen: tuple[str, Branch] | None = None
 
-    def go(self, private: bool, revision: str | None, create_pr: bool, message: str | None) -> Pushed:
+    def go(
+        self, private: bool, revision: str | None, create_pr: bool, message: str | None, *, replace: bool, bars: bool
+    ) -> Pushed:
         """Carry it out."""
         remote, exists = _open(self.repo_id, revision)
+        if exists:  # refused before a branch or a pull request is made; both begin as the main branch is
+            self._look(remote or open_remote(self.repo_id), replace)
         private_now = self._repository(remote, exists, private)
         title = message or f"Add hybrid-pack of {self.manifest.source.name}"
         target, pr_url = self._target(remote, revision, create_pr, title)
         before_at = open_remote(self.repo_id, target)
-        before = list_files(before_at)
-        stale = _stale(before, self.sizes, _old_paths(before_at, before))
+        branch = self._look(before_at, replace)
+        before, stale = branch.files, branch.stale
+        if branch.keeps_card:
+            del self.sizes[README]
         gone = [*stale, *self._manifest_that_differs(before)]
         last = {MANIFEST, README}
+        if not bars:
+            there = {p for p, nbytes in self.sizes.items() if p in before and before[p].nbytes == nbytes}
+            self.progress.start(sum(self.sizes.values()), sum(self.sizes[p] for p in there))
         try:
-            self._upload(set(self.sizes) - last, gone, target, title)
-            info = self._upload(last & set(self.sizes), [], target, f"{title}: manifest")
+            with counting(lambda n: None if bars else self.progress.advance(n)) as moved:
+                self._upload(set(self.sizes) - last, gone, target, title)
+                info = self._upload(last & set(self.sizes), [], target, f"{title}: manifest")
         except HybridPackError as error:
             if pr_url is None:
                 raise
@@ -241,14 +261,30 @@ class _Push:
             private=private_now,
             files_sent=len(sent),
             bytes_sent=sum(self.sizes[p] for p in sent),
+            bytes_moved=moved.nbytes if moved.known else None,
+            bytes_large=sum(self.sizes[p] for p in sent if after[p].sha256 is not None),
             files_there=len(same),
             bytes_there=sum(self.sizes[p] for p in same),
             removed=stale,
             foreign=_foreign(after, self.sizes),
+            card_kept=branch.keeps_card,
         )
 
+    def _look(self, remote: Remote, replace: bool) -> Branch:
+        """What is there.
+
+        Raises:
+            UsageError: Something a push does not remove unasked.
+        """
+        if self._seen is None or self._seen[0] != remote.commit:  # files may be hashed for it
+            self._seen = remote.commit, look(remote, self.root, self.manifest, self.sizes, replace=replace)
+        refusal = self._seen[1].refusal(remote.name, replace=replace)
+        if refusal is not None:
+            raise refusal
+        return self._seen[1]
+
     def _call(self, call: Any) -> Any:
-        with errors(self.repo_id, "push"):
+        with errors(self.repo_id, "send"):
             return retrying(call, tell=self.progress.note)
 
     def _repository(self, remote: Remote | None, exists: bool, private: bool) -> bool:

@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from hybrid_pack.io.remote import RemoteFile
 from hybrid_pack.io.safetensors import read_header
 from hybrid_pack.io.shards import Located
 from hybrid_pack.io.supply import A, Group, Task
+from hybrid_pack.plan import Plan
 
 WHOLE = ".whole"
 ARRIVING = ".arriving"
@@ -150,7 +151,7 @@ class HubSupply:
             if again:
                 raise DataError(
                     "arrived wrong twice", where=f"{self.remote.name}: {name}", expected=f"{kind} {expected}",
-                    found=digest,
+                    found=digest, hint="try later or from another network; --resume keeps what is finished",
                 )  # fmt: skip
             self.progress.note(f"{name} arrived wrong and is fetched once more")
         self._require_same(name, found)
@@ -180,18 +181,13 @@ class HubSupply:
             file.truncate(self.files[name].nbytes)
         self._settle(name)
 
-    def _in_order(self, groups: Sequence[Group[A]]) -> list[Group[A]]:
-        """By the last file each needs: then every file is needed for a short while only."""
-        order = {self.folder / name: i for i, name in enumerate(sorted(self.files))}
-        return sorted(groups, key=lambda group: max((order[path] for path in group.files), default=-1))
-
     def most_bytes(self, groups: Sequence[Group[A]]) -> int:
         """Room that shards take at most, while one group is worked on, the one before ends and the next arrives."""
-        return _most(self._in_order(groups), lambda path: self.files[path.name].nbytes)
+        return _most(_in_order(groups), lambda path: self.files[path.name].nbytes)
 
     def schedule(self, groups: Sequence[Group[A]], stopped: threading.Event) -> Iterator[Task[A]]:
         """Tasks in the order their files arrive; the next group's are fetched meanwhile."""
-        ordered = self._in_order(groups)
+        ordered = _in_order(groups)
         there = sum(self.files[name].nbytes for name in self.files if self.is_whole(name))
         needed, free = self.most_bytes(groups) - there, shutil.disk_usage(self.folder).free
         if needed > free:
@@ -268,6 +264,27 @@ def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((begin, end))
     return joined
+
+
+def _in_order(groups: Sequence[Group[A]]) -> list[Group[A]]:
+    """By the last file each needs: then every file is needed for a short while only."""
+    return sorted(groups, key=lambda group: max((path.name for path in group.files), default=""))
+
+
+def window_bytes(plan: Plan, done: Collection[str]) -> int:
+    """Room that shards of the source will take at most beside the pack, from the plan alone.
+
+    Args:
+        plan: Of a source that is on the Hub; its files are stand-ins of their size.
+        done: Files of the pack that are finished.
+    """
+    read = [frozenset(t.path for t in b.tensors) for b in plan.base if b.path not in done]
+    for index in plan.layers:
+        shards = [s for s in plan.shards if s.layer == index and s.path not in done]
+        experts = {expert for s in shards for expert in (*s.kept, *s.tail)}
+        read.append(frozenset(t.path for e in experts for t in plan.source.layers[index].experts[e].tensors))
+    groups: list[Group[None]] = [Group(files, ()) for files in read if files]
+    return _most(_in_order(groups), lambda path: path.stat().st_size)
 
 
 def _most(groups: Sequence[Group[A]], size: Callable[[Path], int]) -> int:

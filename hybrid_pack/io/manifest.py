@@ -23,6 +23,9 @@ BASE_INDEX = "model.safetensors.index.json"
 STATE = "hybrid_pack.state.partial"
 """Journal of an unfinished conversion."""
 
+PULL_STAGING = ".hybrid-pack-pull"
+"""Folder in a pack where a pull puts files until they are checked. Begins with a dot, so that no reader looks at it."""
+
 ROW_TENSORS = ("w13", "w2", "w13_scale", "w2_scale")
 """Tensors (after the tier's name) whose digest is a ``blake3-rows``."""
 
@@ -111,6 +114,10 @@ def _no_manifest(root: Path) -> HybridPackError:
     if (root / STATE).exists():
         return DataError(
             "not a pack: it has no manifest", where=root / MANIFEST, hint="finish the conversion with --resume"
+        )
+    if (root / PULL_STAGING).is_dir():
+        return DataError(
+            "not a pack yet: a pull was interrupted, or is running", where=root / MANIFEST, hint="run the pull again"
         )
     if (root / "experts").is_dir():
         return DataError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
 from hybrid_pack.io.checkpoint import Checkpoint
 from hybrid_pack.io.declared import declared
-from hybrid_pack.io.manifest import MANIFEST, README, STATE, read_manifest
+from hybrid_pack.io.manifest import MANIFEST, PULL_STAGING, README, STATE, read_manifest
 from hybrid_pack.io.progress import Progress, Silent
 from hybrid_pack.report.card import is_ours
 from hybrid_pack.schemas.manifest import Manifest
@@ -34,6 +34,7 @@ from hybrid_pack.verify.warmup import compile_kernels
 __all__ = ["Check", "Finding", "NotChecked", "Progress", "VerifyReport", "verify_pack", "verify_remote"]
 
 RULES = "manifest"
+PULLING = "not there: an interrupted pull, or one that is running: run the pull again, which keeps finished files"
 UNFINISHED = "not there: an unfinished conversion, or one that is running: finish it with convert --resume"
 
 
@@ -43,7 +44,7 @@ def verify_pack(
     source: Checkpoint | str | os.PathLike[str] | None = None,
     bit_map_file: str | os.PathLike[str] | None = None,
     quick: bool = False,
-    rank: int | None = None,
+    rank: int | Iterable[int] | None = None,
     layers: Iterable[int] | None = None,
     experts_only: bool = False,
     workers: int | None = None,
@@ -57,7 +58,7 @@ def verify_pack(
         bit_map_file: The map given to the conversion, instead of the one the pack says it was made with.
         quick: Structure and identity only: no payload is read, of the pack or of the source. Manifest, config.json,
             index, headers, expert ids and global scales still are.
-        rank: Only this rank's shards, and what all ranks share; other ranks' shards may be missing.
+        rank: Only this rank's shards, or these ranks', and what all share; other ranks' shards may be missing.
         layers: Only these layers' shards, and what all layers share; other layers' shards may be missing.
         experts_only: Not the base tensors; their files may be missing.
         workers: Threads; by default one a usable core.
@@ -123,6 +124,9 @@ def verify_pack(
 def _manifest(root: Path, present: Mapping[str, Found], recorder: Recorder) -> Manifest | None:
     """The manifest if it is valid, never through a link that leads out."""
     link = present.get(MANIFEST)
+    if link is None and (root / PULL_STAGING).is_dir():
+        recorder.find(RULES, MANIFEST, PULLING)
+        return None
     if link is None and STATE in present:
         recorder.find(RULES, MANIFEST, UNFINISHED)
         return None
@@ -141,8 +145,10 @@ def _manifest(root: Path, present: Mapping[str, Found], recorder: Recorder) -> M
 def _say_what_is_left_out(
     root: Path, manifest: Manifest, scope: Scope, quick: bool, with_source: bool, recorder: Recorder
 ) -> None:
-    if scope.rank is not None:
-        recorder.skip(f"shards of ranks other than {scope.rank}", "only one rank was asked for")
+    if scope.ranks is not None:
+        chosen = ", ".join(map(str, sorted(scope.ranks)))
+        why = "only one rank was asked for" if len(scope.ranks) == 1 else "only these ranks were asked for"
+        recorder.skip(f"shards of ranks other than {chosen}", why)
     if scope.layers is not None:
         chosen = ", ".join(map(str, sorted(scope.layers)))
         recorder.skip(f"shards of layers other than {chosen}", "only these layers were asked for")

@@ -44,7 +44,7 @@ def _say_what_is_not_proved(manifest: Manifest, layers: list[int], scope: Scope,
     if methods & {"absmax", "weighted"}:
         named = " and ".join(sorted(methods & {"absmax", "weighted"}))
         recorder.skip(f"whether scales are those of {named}", "their codes are nearest, their error is compared")
-    if methods and scope.rank is not None:
+    if methods and scope.ranks is not None:
         recorder.skip("errors of quantised experts", "they are of all ranks together, and one rank was asked for")
 
 
@@ -111,7 +111,7 @@ def check_experts(
                 comparison = LayerComparison(manifest, source, layer, shards, reader, recorder, buffers)
                 pool.run(partial(totals.expert, comparison, expert) for expert in comparison.experts())
         _say_what_is_not_proved(manifest, layers, scope, recorder)
-        if totals.complete and scope.rank is None:
+        if totals.complete and scope.ranks is None:
             whole = scope.whole and len(layers) == len(manifest.layers)
             _check_errors(manifest, source, totals.counts, layers, recorder)
             _check_totals(manifest, totals.counts, _weights(source, layers), whole, recorder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -96,14 +96,34 @@ def _file_set(manifest: Manifest, files: Mapping[str, RemoteFile], recorder: Rec
             elif file.nbytes != nbytes:
                 message = f"of another size; {PUSH}"
                 recorder.find(FILE_SET, path, message, expected=f"{nbytes} bytes", found=file.nbytes)
-        for path, file in files.items():
-            if path in sizes or path in (MANIFEST, README) or path.startswith("."):
-                continue
+        extra = {path: file for path, file in files.items() if path not in sizes and path not in (MANIFEST, README)}
+        wrong = {path for path in extra if _may_mislead(path)}
+        for path in wrong:
             tally.add(1)
-            recorder.find(FILE_SET, file.shown(), "not in the manifest; remove it")
-    ignored = sorted(file.shown() for path, file in files.items() if path == README or path.startswith("."))
+            recorder.find(FILE_SET, extra[path].shown(), "not in the manifest; remove it")
+    tools = {path for path in extra if _is_dot_name(path)} - wrong
+    ignored = sorted(files[path].shown() for path in tools | ({README} & set(files)))
     if ignored:
-        recorder.skip(", ".join(ignored[:5]), "no digest covers them: people and tools may edit them")
+        recorder.skip(_some(ignored), "no digest covers them: people and tools may edit them")
+    foreign = sorted(file.shown() for path, file in extra.items() if path not in wrong | tools)
+    if foreign:
+        recorder.skip(_some(foreign), "not of the pack: no digest covers them, and pull leaves them")
+
+
+def _is_dot_name(path: str) -> bool:
+    """Whether the name at the top begins with a dot, and the path is one that stays below the top."""
+    return path.startswith(".") and not {"", ".", ".."} & set(path.split("/"))
+
+
+def _may_mislead(path: str) -> bool:
+    """Whether a reader could take it for a part of the pack, or the path for another one: push leaves no such file."""
+    names = path.split("/")
+    strange = bool({"", ".", ".."} & set(names)) or not path.isprintable() or "\\" in path
+    return strange or names[0].casefold() == "experts" or path.casefold().endswith((".safetensors", ".partial"))
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _hashes(

@@ -15,23 +15,24 @@ class Scope:
     """A choice of shards.
 
     Attributes:
-        rank: Only this rank, or None for all.
+        ranks: Only these ranks, or None for all.
         layers: Only these layers, or None for all.
         base: The base tensors' files too.
     """
 
-    rank: int | None = None
+    ranks: frozenset[int] | None = None
     layers: frozenset[int] | None = None
     base: bool = True
 
     def covers(self, shard: ShardEntry) -> bool:
         """Whether a shard is looked at."""
-        return self.rank in (None, shard.rank) and (self.layers is None or shard.layer in self.layers)
+        ranked = self.ranks is None or shard.rank in self.ranks
+        return ranked and (self.layers is None or shard.layer in self.layers)
 
     @property
     def whole(self) -> bool:
         """Whether nothing is left out."""
-        return self.rank is None and self.layers is None and self.base
+        return self.ranks is None and self.layers is None and self.base
 
     def plain(self, manifest: Manifest) -> list[FileEntry]:
         """The other files that are looked at."""
@@ -42,17 +43,22 @@ class Scope:
         return [shard for shard in manifest.shards if self.covers(shard)]
 
 
-def make_scope(manifest: Manifest, rank: int | None, layers: Iterable[int] | None, *, base: bool = True) -> Scope:
+def make_scope(
+    manifest: Manifest, rank: int | Iterable[int] | None, layers: Iterable[int] | None, *, base: bool = True
+) -> Scope:
     """A checked choice.
 
     Raises:
         UsageError: A rank or layer the pack does not have.
     """
-    ranks = topology_of(manifest).ranks
-    if rank is not None and not 0 <= rank < ranks:
-        raise UsageError("the pack has no such rank", where="--rank", expected=f"0..{ranks - 1}", found=rank)
+    count = topology_of(manifest).ranks
+    ranks = None if rank is None else frozenset((rank,) if isinstance(rank, int) else rank)
+    strange = sorted(r for r in ranks or () if not 0 <= r < count)
+    if strange or (ranks is not None and not ranks):
+        found = strange[0] if strange else "none"
+        raise UsageError("the pack has no such rank", where="--rank", expected=f"0..{count - 1}", found=found)
     if layers is None:
-        return Scope(rank, base=base)
+        return Scope(ranks, base=base)
     wanted = frozenset(layers)
     unknown = sorted(layer for layer in wanted if str(layer) not in manifest.layers)
     if unknown or not wanted:
@@ -63,4 +69,4 @@ def make_scope(manifest: Manifest, rank: int | None, layers: Iterable[int] | Non
             expected=f"of {have}",
             found=unknown[0] if unknown else "none",
         )
-    return Scope(rank, wanted, base)
+    return Scope(ranks, wanted, base)

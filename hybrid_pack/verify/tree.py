@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_pack.errors import EnvironmentFailure
+from hybrid_pack.io.bitmap import spans
 from hybrid_pack.io.manifest import MANIFEST, README
 from hybrid_pack.schemas.manifest import Manifest
 from hybrid_pack.verify.report import Recorder
@@ -113,6 +114,14 @@ def _all_outside(name: str, listed: Iterable[str], outside: Collection[str]) -> 
     return bool(held) and all(path in outside for path in held)
 
 
+def _absent_ranks(manifest: Manifest, present: Mapping[str, Found], scope: Scope) -> dict[str, int]:
+    """Rank by path of the shards of ranks that are wholly absent, where others are there and none was asked for."""
+    if scope.ranks is not None:
+        return {}
+    here = {shard.rank for shard in manifest.shards if shard.path in present}
+    return {s.path: s.rank for s in manifest.shards if s.rank not in here and scope.covers(s)} if here else {}
+
+
 def check_tree(root: Path, manifest: Manifest, present: Mapping[str, Found], scope: Scope, recorder: Recorder) -> None:
     """Hold the folder against the manifest.
 
@@ -132,9 +141,10 @@ def check_tree(root: Path, manifest: Manifest, present: Mapping[str, Found], sco
         if found.unread is not None and not _all_outside(name, sizes, outside)
     }
     closed = tuple(name for name in unread if name.endswith("/"))
+    absent = _absent_ranks(manifest, present, scope) if not unread else {}
     with recorder.checking(FILE_SET, "files") as tally:
         for path, nbytes in sizes.items():
-            if path in outside:
+            if path in outside or path in absent:
                 continue
             found = present.get(path)
             tally.add(1)
@@ -152,6 +162,15 @@ def check_tree(root: Path, manifest: Manifest, present: Mapping[str, Found], sco
             else:
                 continue
             recorder.spoil(path)
+        if absent:
+            here = {shard.rank for shard in manifest.shards} - set(absent.values())
+            asked = " ".join(f"--rank {rank}" for rank in sorted(here))
+            recorder.find(
+                FILE_SET, next(iter(absent)), f"missing, as every file of rank {spans(sorted(set(absent.values())))} "
+                f"is; if only some ranks were pulled, verify them alone: {asked}; else get the others too",
+            )  # fmt: skip
+            for path in absent:
+                recorder.spoil(path)
         for name, reason in unread.items():
             where = root / name
             recorder.cannot_read(FILE_SET, name, EnvironmentFailure("cannot read", where=where, found=reason))

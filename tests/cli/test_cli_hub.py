@@ -101,6 +101,7 @@ def test_headers_are_enough(
 
     monkeypatch.setattr("hybrid_pack.hub.fetch_headers", fetch_headers)
     monkeypatch.setattr("hybrid_pack.hub.fetch_checkpoint", lambda *_: pytest.fail("all of it is fetched"))
+    monkeypatch.setattr("hybrid_pack.hub.cache_need", lambda *_: (tmp_path, 0))
     out = tmp_path / "out"
     result = command(*arguments.replace("SRC", "zai-org/GLM-X@v1.2").replace("OUT", str(out)).split())
     assert result.code == 0
@@ -158,8 +159,12 @@ ERRORS = {
     "offline_mode": (made(errors.OfflineModeIsEnabled), 3, "neither a local folder nor reachable on the Hub"),
     "http": (made(errors.HfHubHTTPError), 3, "cannot fetch"),
     "no_room": (OSError(28, "No space left on device"), 3, r"the disk is full \(found No space left on device\)"),
-    "reset": (ConnectionResetError(104, "Connection reset by peer"), 3, r"cannot fetch \(found .*reset by peer\)"),
-    "timeout": (TimeoutError("timed out"), 3, r"cannot fetch \(found timed out\)"),
+    "reset": (
+        ConnectionResetError(104, "Connection reset by peer"),
+        3,
+        r"cannot fetch \(expected an answer of .*, found .*reset by peer\); check",
+    ),
+    "timeout": (TimeoutError("timed out"), 3, r"cannot fetch \(expected an answer of http\S+, found timed out\)"),
 }
 
 
@@ -180,6 +185,7 @@ def test_an_incomplete_snapshot(
     """A link to a blob that the cache lost."""
     snapshot(cached)
     monkeypatch.setattr("hybrid_pack.hub.fetch_headers", link_to(source))
+    monkeypatch.setattr("hybrid_pack.hub.cache_need", lambda *_: (tmp_path, 0))
     next(iter(cached.glob("*.safetensors"))).resolve().unlink()
     result = command("convert", "org/name", "--out", tmp_path / "out")
     assert result.code == 1

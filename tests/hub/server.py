@@ -155,6 +155,8 @@ class Hub:
         """Of large files."""
         self.ignored: set[str] = set()
         """Paths the repository's .gitignore names."""
+        self.signature = "Signature=abc"
+        """In the query of the URLs that large files are sent to and come from."""
         self.cas: str | None = None
         """``local://`` folder that hf_xet stores in; None: a Hub without Xet."""
         self.hook: Callable[[str, str], None] = lambda method, path: None
@@ -412,10 +414,10 @@ class Handler(BaseHTTPRequestHandler):
             entry: dict[str, Any] = {"oid": oid, "size": size}
             if oid not in self.hub.blobs:
                 href = f"{self.hub.url}/lfs/{oid}"
-                upload: dict[str, Any] = {"href": href}
+                upload: dict[str, Any] = {"href": f"{href}?{self.hub.signature}"}
                 if size > PART_BYTES:
                     count = -(-size // PART_BYTES)
-                    parts = {f"{i:05d}": f"{href}/{i}" for i in range(1, count + 1)}
+                    parts = {f"{i:05d}": f"{href}/{i}?{self.hub.signature}" for i in range(1, count + 1)}
                     upload = {"href": f"{href}/complete", "header": {"chunk_size": str(PART_BYTES), **parts}}
                 entry["actions"] = {"upload": upload, "verify": {"href": f"{href}/verify"}}
             objects.append(entry)
@@ -488,7 +490,7 @@ class Handler(BaseHTTPRequestHandler):
             headers |= {
                 "X-Linked-Size": str(entry.nbytes),
                 "X-Linked-Etag": f'"{entry.sha256}"',
-                "Location": f"{self.hub.cdn_url}/cdn/{entry.sha256}?path={quote(path)}",
+                "Location": f"{self.hub.cdn_url}/cdn/{entry.sha256}?path={quote(path)}&{self.hub.signature}",
             }
             if entry.xet_hash is not None:
                 route = f"{self.hub.url}/api/models/{repo_id}/xet-read-token/{commit}"

@@ -80,6 +80,17 @@ def test_it_waits_longer_each_time(waits: list[float]) -> None:
     assert told[0] == "HTTP 503; trying again in 1 s"
 
 
+def test_it_goes_on_for_five_minutes_with_growing_pauses() -> None:
+    assert list(WAITS) == sorted(WAITS)
+    assert max(WAITS) == 60
+    assert 290 <= sum(WAITS) <= 310
+
+
+def test_every_retry_is_told_even_where_nobody_asks(waits: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    assert retrying(failing(*[Answered(503)] * 3)) == "done"
+    assert [r.message for r in caplog.records] == [f"HTTP 503; trying again in {n} s" for n in (1, 2, 4)]
+
+
 def test_it_gives_up_with_the_last_error(waits: list[float]) -> None:
     last = Answered(500)
     with pytest.raises(Answered) as caught:
@@ -107,15 +118,31 @@ def test_a_wait_ends_when_all_is_stopped() -> None:
         sleep(1000, stop)
 
 
+def answered_by(url: str, status: int) -> Answered:
+    error = Answered(status)
+    error.response.url = url
+    return error
+
+
 SAID: list[tuple[Exception, type[HybridPackError], str]] = [
     (Answered(401), EnvironmentFailure, r"org/name: not logged in, or the token is not valid; log in with `hf auth"),
     (Answered(403), EnvironmentFailure, r"org/name: the Hub does not allow it \(found HTTP 403\); .* may push there"),
     (Answered(429), EnvironmentFailure, r"org/name: the Hub asks for fewer requests \(HTTP 429\)"),
-    (Answered(500), EnvironmentFailure, r"org/name: cannot push \(found HTTP 500\)$"),
+    (Answered(500), EnvironmentFailure, r"org/name: cannot send \(found HTTP 500\)$"),
     (
         caused(RuntimeError("x"), OSError(errno.ENOSPC, "No space left on device", "/d/f")),
         EnvironmentFailure,
         r"/d/f: the disk is full \(found No space left on device\); make room and run the same command again",
+    ),
+    (
+        TransportError("refused"),
+        EnvironmentFailure,
+        r"org/name: cannot send \(expected an answer of https?://\S+, found refused\); check the network.* HF_ENDPOINT",
+    ),
+    (
+        answered_by("https://cdn.example.org/a/b?X-Amz-Signature=5ec5e7", 403),
+        EnvironmentFailure,
+        r"does not allow it \(found HTTP 403 from cdn\.example\.org\); its links last for a time only: run the s",
     ),
     (DataError("wrong", where="f"), DataError, r"^f: wrong$"),
 ]
@@ -123,5 +150,5 @@ SAID: list[tuple[Exception, type[HybridPackError], str]] = [
 
 @pytest.mark.parametrize(("error", "kind", "message"), SAID, ids=repr)
 def test_what_is_said(error: Exception, kind: type[HybridPackError], message: str) -> None:
-    with pytest.raises(kind, match=message), errors("org/name", "push"):
+    with pytest.raises(kind, match=message), errors("org/name", "send"):
         raise error

@@ -214,7 +214,7 @@ def test_a_damaged_pack_on_the_hub(hub: Hub, good_pack: Path, tmp_path: Path) ->
     name = a_shard(good_pack)
     files = tree(good_pack)
     hub.add(REPO, {**files, name: flip(files[name])})
-    with pytest.raises(DataError, match=rf"{name}: arrived wrong twice: tail\.\w+ has digest .*verify --remote"):
+    with pytest.raises(DataError, match=rf"{name}: arrived wrong twice: tail\.\w+ has digest .*Try later.*--against"):
         pull(REPO, tmp_path / "out", ranks=[RANK])
     assert not (tmp_path / "out" / MANIFEST).exists()
     pull(REPO, tmp_path / "other", ranks=[0])
@@ -483,3 +483,42 @@ def test_a_pack_that_was_converted_here_counts_as_pulled(pack: Path, remote: Hub
     done = pull(REPO, pack)
     assert done.files_fetched == 3
     assert tree(pack) == {**tree(good_pack), "README.md": b"mine"}
+
+
+def test_an_interrupted_pull_is_told_to_go_on(remote: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    fault = remote.fault("GET", r"/cdn/.*rank-1/layer-004", status=403, times=99)
+    assert run(["pull", REPO, "--rank", "1", "--out", str(out)]) == 3
+    capsys.readouterr()
+    assert run(["verify", str(out)]) == 1
+    assert "an interrupted pull, or one that is running: run the pull again" in capsys.readouterr().out
+    with pytest.raises(DataError, match="interrupted, or is running; run the pull again"):
+        read_manifest(out)
+    fault.times = 0
+    assert run(["pull", REPO, "--rank", "1", "--out", str(out)]) == 0
+
+
+def test_a_pull_of_some_ranks_says_what_to_verify(
+    remote: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command that is printed passes; without its ranks one line says which they are."""
+    out = tmp_path / "out"
+    assert run(["pull", REPO, "--rank", "2", "--rank", "0", "--out", str(out)]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == f"next: hybrid-pack verify {out} --rank 2 --rank 0"
+    assert run(line.split()[2:]) == 0
+    assert "shards of ranks other than 0, 2: only these ranks were asked for" in capsys.readouterr().out
+    assert run(["verify", str(out)]) == 1
+    found = [line for line in capsys.readouterr().out.splitlines() if "WRONG" in line]
+    assert len(found) == 1
+    assert re.search(r"missing, as every file of rank 1, ?3 is; .*verify them alone: --rank 0 --rank 2;", found[0]), (
+        found
+    )
+
+
+def test_every_rank_that_is_asked_for_is_looked_at(remote: Hub, good_pack: Path, pack: Path) -> None:
+    """No --rank hides another."""
+    path = next(pack.rglob("rank-1/layer-004.safetensors"))
+    path.unlink()
+    for ranks, code in ((["1", "2"], 1), (["2", "1"], 1), (["2", "0"], 0)):
+        assert run(["verify", str(pack), *(word for rank in ranks for word in ("--rank", rank))]) == code

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from huggingface_hub import constants
 
 from hybrid_pack.cli.main import run
 from hybrid_pack.cli.progress import size
-from hybrid_pack.errors import DataError, UsageError
+from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
 from hybrid_pack.hub import plan_push, pull, push
 from hybrid_pack.io.manifest import MANIFEST, decode_manifest, read_manifest
+from hybrid_pack.io.progress import Silent
 from hybrid_pack.sharding import Topology
+from hybrid_pack.synthetic import write_checkpoint
 from hybrid_pack.verify import verify_pack
+from tests.checkpoints import SMALL
 from tests.hub.conftest import REPO, SECRET, Client, tree
 from tests.hub.server import LFS_SUFFIXES, Hub
 from tests.verify.conftest import make_pack
@@ -113,17 +117,145 @@ def test_an_earlier_pack_goes(hub: Hub, good_pack: Path, other_pack: Path) -> No
     push(good_pack, REPO)
     mine = {"figure.png": b"png", "notes/x.txt": b"mine", ".gitignore": b"*.tmp"}
     hub.add(REPO, dict(mine), whole=False)
-    done = push(other_pack, REPO)
+    done = push(other_pack, REPO, replace=True)
     assert on_hub(hub) == {**tree(other_pack), **mine}
     assert set(done.removed) == set(read_manifest(good_pack).sizes()) - set(read_manifest(other_pack).sizes())
     assert done.foreign == ("figure.png", "notes/x.txt")
     check_history(hub)
 
 
+CHECKPOINT = {"model-00001-of-00002.safetensors": b"a", "model-00002-of-00002.safetensors": b"b", "config.json": b"{}"}
+LEFT = {"experts/tp9-ep1/rank-0/layer-003.safetensors": b"x"}
+IN_THE_WAY: dict[str, tuple[dict[str, bytes], str, bool]] = {
+    "a checkpoint": (
+        CHECKPOINT,
+        r"org/name: the repository has the weights of a checkpoint, and no pack \(found model",
+        False,
+    ),
+    "one file": ({"model.safetensors": b"a"}, r"the weights of a checkpoint, and no pack \(found model\.saf", False),
+    "in a folder": ({"sub/x.safetensors": b"a"}, r"the weights of a checkpoint, and no pack", False),
+    "left of a pack": (LEFT, r"files of another pack are there \(found 1 would be removed \(experts/tp9", True),
+}
+
+
+@pytest.mark.parametrize("way", [[], ["--dry-run"], ["--create-pr"], ["--revision", "new"]], ids=str)
+@pytest.mark.parametrize("case", IN_THE_WAY)
+def test_weights_of_something_else_are_not_removed(
+    case: str, way: list[str], hub: Hub, good_pack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A push of a wrong name would otherwise end somebody's checkpoint."""
+    there, message, replaceable = IN_THE_WAY[case]
+    hub.add(REPO, dict(there))
+    assert run(["push", str(good_pack), REPO, *way]) == 2
+    assert re.search(message, capsys.readouterr().err.splitlines()[-1])
+    assert (hub.files(REPO), len(hub.repos[REPO].log), list(hub.repos[REPO].branches)) == (there, 1, ["main"])
+    assert run(["push", str(good_pack), REPO, *way, "--replace"]) == (0 if replaceable else 2)
+
+
+def test_another_pack_is_replaced_only_when_asked(
+    hub: Hub, good_pack: Path, other_pack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    push(good_pack, REPO)
+    before = hub.files(REPO)
+    assert run(["push", str(other_pack), REPO]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    gone = set(read_manifest(good_pack).sizes()) - set(read_manifest(other_pack).sizes())
+    assert re.search(rf"another pack is there \(found {len(gone)} would be removed \(experts/tp2-ep2.*--replace", line)
+    assert hub.files(REPO) == before
+    assert run(["push", str(other_pack), REPO, "--dry-run"]) == 2
+    out = capsys.readouterr().out
+    assert {line.split()[2][:-1] for line in out.splitlines() if "to remove" in line} == gone
+    assert hub.files(REPO) == before
+
+
+def test_a_pack_of_the_same_shape_is_another_pack(hub: Hub, good_pack: Path, tmp_path: Path) -> None:
+    """No file would be removed, but every one overwritten."""
+    source = tmp_path / "source"
+    write_checkpoint(source, replace(SMALL, seed=SMALL.seed + 1))
+    other = make_pack(source, tmp_path / "other", Topology(2, 2))
+    push(good_pack, REPO)
+    with pytest.raises(UsageError, match=r"another pack is there \(found \d+ would be overwritten \(experts/"):
+        push(other, REPO)
+    assert on_hub(hub) == tree(good_pack)
+    push(other, REPO, replace=True)
+    assert on_hub(hub) == tree(other)
+
+
+def test_an_interrupted_push_goes_on_unasked_but_not_that_of_another_pack(
+    hub: Hub, good_pack: Path, other_pack: Path
+) -> None:
+    """Between its commits there is no manifest: what is there is known by its bytes."""
+    files = tree(good_pack)
+    weights = {path: data for path, data in files.items() if path.endswith(".safetensors")}
+    hub.add(REPO, dict(weights))
+    with pytest.raises(UsageError, match="files of another pack are there"):
+        push(other_pack, REPO)
+    push(good_pack, REPO)
+    assert on_hub(hub) == files
+    path = next(iter(weights))
+    hub.add(REPO, {**weights, path: bytes([weights[path][0] ^ 1]) + weights[path][1:]})
+    with pytest.raises(UsageError, match=r"1 would be overwritten"):
+        push(good_pack, REPO)
+
+
+def test_a_replacement_that_was_interrupted_goes_on(hub: Hub, good_pack: Path, other_pack: Path) -> None:
+    push(good_pack, REPO)
+    fault = hub.fault("POST", "/commit/", status=403, after=1, times=9)
+    with pytest.raises(EnvironmentFailure):
+        push(other_pack, REPO, replace=True)
+    fault.times = 0
+    push(other_pack, REPO, replace=True)
+    assert on_hub(hub) == tree(other_pack)
+
+
+def test_a_card_edited_on_the_hub_stays(
+    hub: Hub, other_pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    push(other_pack, REPO)
+    ours = tree(other_pack)["README.md"]
+    edited = ours.replace(b"## Sizes", b"## My words\n## Sizes")
+    assert edited != ours
+    hub.add(REPO, {"README.md": edited}, whole=False)
+    again = tmp_path / "again"
+    shutil.copytree(other_pack, again)
+    for more, word in ((["--dry-run"], "keeps"), ([], "kept")):
+        assert run(["push", str(again), REPO, *more]) == 0
+        assert f"{word} " in capsys.readouterr().out
+        assert hub.files(REPO)["README.md"] == edited
+    assert push(again, REPO, replace=True).card_kept is False
+    assert hub.files(REPO)["README.md"] == ours
+
+
+def test_a_card_nobody_edited_is_brought_up_to_date(hub: Hub, good_pack: Path, other_pack: Path) -> None:
+    push(other_pack, REPO)
+    (files := tree(good_pack))["README.md"] = tree(other_pack)["README.md"]
+    hub.add(REPO, dict(files))
+    assert not push(good_pack, REPO).card_kept
+    assert hub.files(REPO)["README.md"] == tree(good_pack)["README.md"]
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=str)
+def test_a_card_that_is_missing_or_anothers_is_said(
+    more: list[str], hub: Hub, pack: Path, other_pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["push", str(pack), REPO, *more]) == 0
+    assert "warning" not in capsys.readouterr().err
+    (pack / "README.md").write_bytes((other_pack / "README.md").read_bytes() + b"edited")
+    assert run(["push", str(pack), REPO, *more]) == 0
+    found = capsys.readouterr().err
+    assert "warning: README.md is of another pack" in found
+    assert read_manifest(other_pack).self_digest in found
+    (pack / "README.md").unlink()
+    assert run(["push", str(pack), REPO, *more]) == 0
+    assert "warning: README.md is missing" in capsys.readouterr().err
+    assert run(["push", str(other_pack), "org/other", *more]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
 def test_files_of_a_pack_nobody_lists_go_too(hub: Hub, good_pack: Path) -> None:
     left = {"experts/tp9-ep1/rank-0/layer-003.safetensors": b"x", "model-00009-of-00009.safetensors": b"y"}
     hub.add(REPO, dict(left))
-    assert set(push(good_pack, REPO).removed) == set(left)
+    assert set(push(good_pack, REPO, replace=True).removed) == set(left)
     assert on_hub(hub) == tree(good_pack)
 
 
@@ -232,7 +364,7 @@ def test_a_dry_run_changes_nothing(hub: Hub, good_pack: Path, capsys: pytest.Cap
     assert plan.there == {path: len(data) for path, data in files.items() if path not in plan.send}
     assert (plan.stale, plan.foreign) == ((stale,), ("figure.png",))
     assert plan_push(good_pack, REPO, revision="tp2").new_branch
-    assert run(["push", str(good_pack), REPO, "--dry-run", "--json"]) == 0
+    assert run(["push", str(good_pack), REPO, "--dry-run", "--json", "--replace"]) == 0
     assert set(json.loads(capsys.readouterr().out)["send"]) == {shard, gone}
     assert len(hub.repos[REPO].log) == 1
     assert {method for method, path in hub.requests if "/commit/" in path or "/lfs" in path} == set()
@@ -248,7 +380,7 @@ def test_a_public_repository_is_not_private(hub: Hub, good_pack: Path) -> None:
 def test_a_pull_request(hub: Hub, good_pack: Path, other_pack: Path) -> None:
     push(good_pack, REPO)
     before = hub.files(REPO)
-    done = push(other_pack, REPO, create_pr=True)
+    done = push(other_pack, REPO, create_pr=True, replace=True)
     assert done.revision == "refs/pr/1"
     assert done.pr_url == f"{hub.url}/{REPO}/discussions/1"
     assert hub.files(REPO) == before
@@ -259,7 +391,7 @@ def test_a_pull_request(hub: Hub, good_pack: Path, other_pack: Path) -> None:
 def test_a_pull_request_that_failed_is_gone_on_with(
     hub: Hub, good_pack: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hub.add(REPO, {"README.md": b"mine"})
+    hub.add(REPO, {".gitattributes": b"*"})
     fault = hub.fault("POST", "/commit/", status=403, times=9)
     assert run(["push", str(good_pack), REPO, "--create-pr"]) == 3
     assert "go on with --revision refs/pr/1, without --create-pr" in capsys.readouterr().err.splitlines()[-1]
@@ -334,7 +466,7 @@ def test_what_does_not_pass_ends_it_and_the_rest_is_sent_later(
     method, path = PLACES[place]
     fault = hub.fault(method, path, status=503, times=999)
     assert run(["push", str(good_pack), REPO]) == 3
-    assert re.search(rf"hybrid-pack: {REPO}: cannot push \(found ", capsys.readouterr().err.splitlines()[-1])
+    assert re.search(rf"hybrid-pack: {REPO}: cannot send \((found|expected) ", capsys.readouterr().err.splitlines()[-1])
     assert MANIFEST not in hub.files(REPO)
     fault.times = 0
     before, sent = hub.received_bytes, {oid: len(data) for oid, data in hub.blobs.items()}
@@ -342,6 +474,48 @@ def test_what_does_not_pass_ends_it_and_the_rest_is_sent_later(
     assert on_hub(hub) == tree(good_pack)
     large = sum(len(data) for path, data in tree(good_pack).items() if path.endswith(LFS_SUFFIXES))
     assert hub.received_bytes - before == large - sum(sent.values()), "what the Hub had is not sent again"
+
+
+class Counter(Silent):
+    def __init__(self) -> None:
+        self.total = self.before = self.sent = 0
+
+    def start(self, total_bytes: int, done_bytes: int = 0) -> None:
+        self.total, self.before = total_bytes, done_bytes
+
+    def advance(self, nbytes: int) -> None:
+        self.sent += nbytes
+
+
+def large_bytes(root: Path) -> int:
+    return sum(len(data) for path, data in tree(root).items() if path.endswith(LFS_SUFFIXES))
+
+
+def test_bytes_that_go_out_are_told(hub: Hub, good_pack: Path) -> None:
+    counter = Counter()
+    done = push(good_pack, REPO, progress=counter)
+    assert (counter.total, counter.before) == (sum(map(len, tree(good_pack).values())), 0)
+    assert counter.sent == hub.received_bytes == done.bytes_moved == done.bytes_large == large_bytes(good_pack)
+
+
+def test_a_line_off_a_terminal(hub: Hub, good_pack: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("hybrid_pack.cli.progress.LINE_SECONDS", 0.0)
+    assert run(["push", str(good_pack), REPO]) == 0
+    assert re.search(r"^push: \d+ % of .*/s", capsys.readouterr().err, re.MULTILINE)
+
+
+def test_what_the_hub_had_stored_is_not_counted_as_sent(
+    hub: Hub, good_pack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After an interruption large files are stored, but in no commit yet."""
+    fault = hub.fault("POST", "/commit/", status=403, times=9)
+    assert run(["push", str(good_pack), REPO]) == 3
+    fault.times = 0
+    assert hub.received_bytes == large_bytes(good_pack)
+    capsys.readouterr()
+    assert run(["push", str(good_pack), REPO]) == 0
+    assert "; 0 B went over the network, the Hub had stored the rest before" in capsys.readouterr().out
+    assert hub.received_bytes == large_bytes(good_pack)
 
 
 def test_a_file_the_hub_leaves_out_is_noticed(hub: Hub, good_pack: Path) -> None:
@@ -373,6 +547,8 @@ def test_by_xet_and_back(xet: Hub, good_pack: Path, tmp_path: Path) -> None:
     done = push(good_pack, REPO)
     assert on_hub(xet) == tree(good_pack)
     assert done.files_sent == len(tree(good_pack))
+    assert done.bytes_moved is not None
+    assert done.bytes_moved > 0
     assert not any(method == "PUT" or "objects/batch" in path for method, path in xet.requests)
     check_history(xet)
     xet.sent.clear()
@@ -398,7 +574,7 @@ def test_by_xet_in_many_commits(xet: Hub, good_pack: Path, other_pack: Path, mon
 
     monkeypatch.setattr(_upload_pipeline, "COMMIT_SIZE_SCALE", [3] * 10)
     push(other_pack, REPO)
-    push(good_pack, REPO)
+    push(good_pack, REPO, replace=True)
     assert len(xet.repos[REPO].log) > 6
     assert on_hub(xet) == tree(good_pack)
     check_history(xet)

@@ -14,7 +14,7 @@ import pytest
 
 from hybrid_pack.cli.main import run
 from hybrid_pack.errors import EnvironmentFailure
-from hybrid_pack.hub import list_files, open_remote, pull
+from hybrid_pack.hub import list_files, open_remote, pull, push
 from hybrid_pack.io.manifest import MANIFEST
 from hybrid_pack.io.remote import RemoteFile
 from tests.hub.conftest import REPO, tree
@@ -59,7 +59,8 @@ DAMAGE: dict[str, tuple[Callable[[Files], None], str, str]] = {
     "missing": (lambda f: f.pop(SHARD), "", rf"{SHARD}: missing; push it again"),
     "shorter": (lambda f: f.update({SHARD: f[SHARD][:-1]}), "", rf"{SHARD}: of another size; .*expected \d+ bytes"),
     "small file missing": (lambda f: f.pop("config.json"), "", r"config\.json: missing"),
-    "extra": (lambda f: f.update({"more.bin": b"x"}), "", r"more\.bin: not in the manifest; remove it"),
+    "extra": (lambda f: f.update({"more.safetensors": b"x"}), "", r"more\.safetensors: not in the manifest; remove it"),
+    "a path that leads out": (lambda f: f.update({"../EVIL": b"x"}), "", r"\.\./EVIL: not in the manifest; remove it"),
     "extra in a folder": (lambda f: f.update({"experts/.x": b"x"}), "", r"experts/\.x: not in the manifest"),
     "control characters": (
         lambda f: f.update({"a\x1b[31m\nb.bin": b"x"}), "", r"'a\\x1b\[31m\\nb\.bin': not in the manifest"
@@ -111,6 +112,16 @@ def test_bytes_are_not_compared_without_a_local_pack(
 def test_readme_and_dot_files_are_nobodys(hub: Hub, good_pack: Path) -> None:
     hub.add(REPO, {**tree(good_pack), "README.md": b"other", ".gitattributes": b"x", ".github/x": b"x"})
     assert run(["verify", "--remote", REPO, "--against", str(good_pack)]) == 0
+
+
+def test_what_push_leaves_alone_is_named_and_no_error(
+    hub: Hub, good_pack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The documented proof of a push passes where the repository has pictures and notes of its own."""
+    hub.add(REPO, {"figure.png": b"png", "notes/x.txt": b"mine"})
+    done = push(good_pack, REPO)
+    assert run(["verify", "--remote", REPO, "--against", str(good_pack)]) == 0
+    assert f"not checked  {', '.join(done.foreign)}: not of the pack" in capsys.readouterr().out
 
 
 def test_another_pack_here(hub: Hub, good_pack: Path, small_checkpoint: Path, tmp_path: Path) -> None:

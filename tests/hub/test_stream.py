@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import threading
@@ -9,7 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 from hybrid_pack.cli.main import run
 from hybrid_pack.errors import DataError
@@ -276,3 +279,94 @@ def test_small_tensors_that_are_near_each_other_come_together() -> None:
     assert stream._merged([(9, 12), (0, 4), (4, 8), (12 + gap, 20 + gap), (21 + 2 * gap, 30 + 2 * gap)]) == [
         (0, 20 + gap), (21 + 2 * gap, 30 + 2 * gap)
     ]  # fmt: skip
+
+
+class Disk:
+    """So much free on every disk."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+    def __call__(self, path: Any) -> Disk:
+        return self
+
+
+def free_bytes(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr("shutil.disk_usage", Disk(free))
+
+
+def planned(out: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    code = run(["convert", REPO, "--out", str(out), "--tp", "2", "--dry-run", "--json", *more])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_window_is_known_from_the_plan(
+    hub: Hub, tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a dry run says the shards in use will take is what the conversion's schedule says."""
+    from hybrid_pack import plan
+
+    write_checkpoint(tmp_path / "source", many_layers())
+    hub.add(REPO, tree(tmp_path / "source"))
+    monkeypatch.setattr(plan, "BASE_FILE_BYTES", 120_000)
+    code, document = planned(tmp_path / "out", capsys, "--no-keep")
+    room = document["source_room"]
+    assert (code, room["kept"], room["where"]) == (0, False, str(tmp_path / ".out.source"))
+    assert convert(tmp_path / "out") == 0
+    assert room["bytes"] == watch.limit >= watch.most > 0
+
+
+@pytest.mark.parametrize("more", [[], ["--no-keep"]], ids=str)
+def test_the_source_and_the_pack_share_a_disk(
+    more: list[str],
+    checkpoint_there: Hub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Refused, in the dry run too, before a shard is fetched: what fits alone need not fit together."""
+    out = tmp_path / "out"
+    code, document = planned(out, capsys, *more)
+    needed, copy = document["needed_bytes"], document["source_room"]["bytes"]
+    assert code == 0 and document["source_room"]["same_file_system_as_pack"]
+    free_bytes(monkeypatch, needed + copy - 1)
+    for dry in ([], ["--dry-run"]):
+        assert run(["convert", REPO, "--out", str(out), "--tp", "2", *more, *dry]) == 3
+        captured = capsys.readouterr()
+        assert "not enough disk space for " in captured.err.splitlines()[-1]
+        assert f"{copy:,} bytes and {needed:,} for the pack" in captured.err.splitlines()[-1]
+        assert ("NOT ENOUGH" in captured.out) == bool(dry)
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("*.safetensors"))
+    assert not list(tmp_path.iterdir())
+    free_bytes(monkeypatch, needed + copy)
+    assert run(["convert", REPO, "--out", str(out), "--tp", "2", *more, "--dry-run"]) == 0
+
+
+def test_the_copy_in_the_cache_is_counted(
+    checkpoint_there: Hub, small_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is there is not counted again."""
+    _, document = planned(tmp_path / "out", capsys)
+    shards = [(small_checkpoint / name).stat().st_size for name in shard_names(small_checkpoint)]
+    small = sum(path.stat().st_size for path in small_checkpoint.iterdir()) - sum(shards)
+    assert sum(shards) <= document["source_room"]["bytes"] <= sum(shards) + small
+    huggingface_hub.hf_hub_download(REPO, shard_names(small_checkpoint)[0])
+    _, less = planned(tmp_path / "out", capsys)
+    assert document["source_room"]["bytes"] - less["source_room"]["bytes"] >= shards[0]
+    huggingface_hub.snapshot_download(REPO)
+    _, none = planned(tmp_path / "out", capsys)
+    assert "source_room" not in none
+
+
+def test_a_finished_pack_fetches_no_copy(
+    checkpoint_there: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To say that a pack is complete takes headers alone, with --no-keep and without."""
+    out = tmp_path / "out"
+    assert convert(out) == 0
+    assert "--source org/name  # fetches the whole source" in capsys.readouterr().out.splitlines()[-1]
+    for more in ([], ["--no-keep"]):
+        assert run(["convert", REPO, "--out", str(out), "--tp", "2", "--resume", *more]) == 0
+        assert "is complete" in capsys.readouterr().out
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("*.safetensors"))

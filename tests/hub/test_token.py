@@ -11,7 +11,7 @@ import pytest
 from hybrid_pack.cli.main import run
 from hybrid_pack.errors import hide_tokens
 from hybrid_pack.hub.errors import brief
-from tests.hub.conftest import REPO, SECRET
+from tests.hub.conftest import REPO, SECRET, child
 from tests.hub.server import Hub
 
 FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -64,6 +64,11 @@ def test_it_is_never_shown(
         ("Bearer hf_oauth_eyJhbGci.eyJzdWIi-OiIx_x", "Bearer hf_***"),
         ("in hf_hub_download, of hf_home", "in hf_hub_download, of hf_home"),
         (f"a/{SECRET}/b", "a/hf_***/b"),
+        ("at 'https://h/p/q?X-Amz-Signature=5ec5e7&a=b'.", "at 'https://h/p/q?***'."),
+        ("(https://h:8/p?a) and http://h/?b#c d", "(https://h:8/p?***) and http://h/?*** d"),
+        ("PUT /p?partNumber=1&X-Amz-Signature=5ec5e7", "PUT /p?partNumber=1&X-Amz-Signature=***"),
+        ("failed ((…)&sig=5ec5e7c0ffee).", "failed ((…))."),
+        ("why? see https://h/p", "why? see https://h/p"),
     ],
 )
 def test_what_is_hidden(text: str, shown: str) -> None:
@@ -72,3 +77,20 @@ def test_what_is_hidden(text: str, shown: str) -> None:
 
 def test_a_token_in_a_message_is_hidden() -> None:
     assert brief(ValueError(f"Invalid: Bearer {SECRET}, sorry\nmore")) == "Invalid: Bearer hf_***, sorry"
+
+
+@pytest.mark.parametrize("what", [{"status": 503, "times": 2}, {"status": 403, "times": 99}], ids=str)
+@pytest.mark.parametrize("command", ["push", "pull"])
+def test_signed_urls_are_not_shown(
+    command: str, what: dict[str, Any], remote: Hub, good_pack: Path, tmp_path: Path
+) -> None:
+    """Neither by us nor by huggingface_hub's own lines about tries; they let anybody read or write the file."""
+    remote.fault("GET" if command == "pull" else "PUT", "/cdn/|/lfs/", **what)
+    remote.signature = "X-Amz-Signature=5ec5e7"
+    places = {"PACK": str(good_pack), "OUT": str(tmp_path / "out")}
+    process = child(remote, tmp_path / "home", *(places.get(word, word) for word in COMMANDS[command]))
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == (0 if what["status"] == 503 else 3), err
+    assert "503" in err or "does not allow it" in err
+    assert "5ec5e7" not in out + err
+    assert "No files have been modified" not in err
