@@ -217,6 +217,7 @@ class _Push:
         self.root, self.repo_id, self.manifest, self.progress = root, repo_id, manifest, progress
         self.api: Any = HfApi()
         self.sizes = pack_sizes(root, manifest)
+        self._marks = {path: self._mark(path) for path in self.sizes}
         self._seen: tuple[str, Branch] | None = None
 
     def go(
@@ -242,6 +243,7 @@ class _Push:
         try:
             with counting(lambda n: None if bars else self.progress.advance(n)) as moved:
                 self._upload(set(self.sizes) - last, gone, target, title)
+                self._require_unchanged()
                 info = self._upload(last & set(self.sizes), [], target, f"{title}: manifest")
         except HybridPackError as error:
             if pr_url is None:
@@ -336,11 +338,29 @@ class _Push:
             )
         )
 
-    def _require_whole(self, after: Mapping[str, RemoteFile], where: Remote) -> None:
-        """The commit has every file in its size.
+    def _mark(self, path: str) -> tuple[int, int, int]:
+        status = (self.root / path).stat()
+        return status.st_size, status.st_mtime_ns, status.st_ino
+
+    def _require_unchanged(self) -> None:
+        """No manifest may describe other bytes than were sent.
 
         Raises:
-            DataError: One is missing or of another size: nothing that was sent may be lost silently.
+            DataError: A file of the pack was written or replaced while it was sent.
+        """
+        for path, before in self._marks.items():
+            if not (self.root / path).is_file() or self._mark(path) != before:
+                raise DataError(
+                    "a file of the pack changed while it was sent; the Hub has no manifest of it",
+                    where=self.root / path, hint=f"hybrid-pack verify {self.root}, then push again",
+                )  # fmt: skip
+
+    def _require_whole(self, after: Mapping[str, RemoteFile], where: Remote) -> None:
+        """The commit has every file in its size, and this manifest.
+
+        Raises:
+            DataError: One is missing or of another size: nothing that was sent may be lost silently. Or somebody else
+                pushed another pack meanwhile.
         """
         for path, nbytes in self.sizes.items():
             file = after.get(path)
@@ -350,3 +370,9 @@ class _Push:
                     expected=f"{nbytes} bytes", found="no such file" if file is None else f"{file.nbytes} bytes",
                     hint="is it in the repository's .gitignore? else push again",
                 )  # fmt: skip
+        name, expected, found = after[MANIFEST].digest_of(self.root / MANIFEST)
+        if expected != found:
+            raise DataError(
+                "another manifest than was sent is on the Hub", where=f"{where.name}: {MANIFEST}",
+                expected=f"{name} {found}", found=expected, hint="did somebody else push too? verify --remote tells",
+            )  # fmt: skip

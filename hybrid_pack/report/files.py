@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 from hybrid_pack.errors import UsageError
@@ -25,13 +26,31 @@ def require_outside(target: Path, pack: Path) -> None:
         )
 
 
-def write_page(path: Path, view: PackView, scales: Scales | None) -> Path:
-    """Write the page; folders on the way are made.
+def put(path: Path, data: bytes) -> Path:
+    """Write a file whole or not at all; folders on the way are made.
+
+    It takes the place of a file or link that is there. Bytes that another name shares, as a file of the pack that was
+    linked there, stay as they are. A device or a pipe is written to.
 
     Raises:
         OSError: It cannot be written.
     """
-    text = page(view, scales)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        path.write_bytes(data)
+        return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        made.write_bytes(data)  # with the mode that the umask gives
+        made.replace(path)
+    return path
+
+
+def write_page(path: Path, view: PackView, scales: Scales | None) -> Path:
+    """Write the page.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    put(path.resolve(), page(view, scales).encode())
     return path

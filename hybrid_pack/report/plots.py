@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from importlib.util import find_spec
 from math import isnan
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from hybrid_pack.errors import EnvironmentFailure
 from hybrid_pack.report.data import TIERS, PackView, Tier
+from hybrid_pack.report.files import put
 from hybrid_pack.report.labels import labelled
 from hybrid_pack.report.maps import color_range, values_of
 from hybrid_pack.report.png import TIER_MAP, tier_map_png
@@ -51,8 +53,9 @@ def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tup
 
 
 def _save(figure: Any, path: Path) -> Path:
-    figure.savefig(path, dpi=DPI, metadata={"Software": None})
-    return path
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=DPI, metadata={"Software": None})
+    return put(path, drawn.getvalue())
 
 
 def _ranks(view: PackView) -> Any:
@@ -165,7 +168,7 @@ def write_pictures(folder: Path, view: PackView, scales: Scales | None) -> list[
     for name in ("errors.png", "scales.png"):
         if name not in figures:
             (folder / name).unlink(missing_ok=True)
-    (folder / TIER_MAP).write_bytes(tier_map_png(view.num_experts, {layer.layer: layer.kept for layer in view.layers}))
+    put(folder / TIER_MAP, tier_map_png(view.num_experts, {layer.layer: layer.kept for layer in view.layers}))
     for figure in figures.values():
         name = plain(view.name)
         shown = name if len(name) <= TITLE_CHARS else f"{name[:TITLE_CHARS]}…"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -70,6 +71,30 @@ def test_never_into_the_pack(option: str, packed: Path, tmp_path: Path, command:
         result = command("report", packed, option, target)
         assert result.code == 2
         assert "would lie in the pack" in result.line
+
+
+@pytest.mark.parametrize("kind", ["hard link", "symlink"])
+def test_links_into_the_pack_are_replaced_not_followed(
+    kind: str, packed: Path, tmp_path: Path, command: Command
+) -> None:
+    pack = Path(shutil.copytree(packed, tmp_path / "pack"))
+    before = tree(pack)
+    out = tmp_path / "out"
+    out.mkdir()
+    shard = next(pack.rglob("experts/**/*.safetensors"))
+    for name in ("tier_map.png", "bytes.png"):
+        os.link(shard, out / name) if kind == "hard link" else (out / name).symlink_to(shard)
+    os.link(shard, out / "page.html")
+    assert command("report", pack, "--png", out, "--html", out / "page.html").code == 0
+    assert tree(pack) == before
+    assert (out / "bytes.png").read_bytes()[:4] == b"\x89PNG"
+    assert (out / "page.html").read_text().startswith("<!DOCTYPE html>")
+    assert sorted(path.name for path in out.iterdir()) == ["bytes.png", "page.html", "scales.png", "tier_map.png"]
+
+
+def test_a_page_into_a_pipe(packed: Path, tmp_path: Path, command: Command) -> None:
+    assert command("report", packed, "--html", "/dev/null").code == 0
+    assert Path("/dev/null").is_char_device()
 
 
 def test_one_rank_alone(packed: Path, tmp_path: Path, command: Command) -> None:

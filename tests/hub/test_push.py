@@ -525,6 +525,37 @@ def test_a_file_the_hub_leaves_out_is_noticed(hub: Hub, good_pack: Path) -> None
         push(good_pack, REPO)
 
 
+def test_a_pack_that_changes_meanwhile_gets_no_manifest(hub: Hub, good_pack: Path) -> None:
+    """Its bytes went after verify had read them; a manifest would describe others."""
+
+    def hook(method: str, path: str) -> None:
+        if method == "POST" and "/commit/" in path:
+            (good_pack / "tokenizer.json").touch()
+
+    hub.hook = hook
+    with pytest.raises(DataError, match=r"tokenizer\.json: a file of the pack changed while it was sent"):
+        push(good_pack, REPO)
+    hub.hook = lambda method, path: None
+    assert MANIFEST not in hub.files(REPO)
+    push(good_pack, REPO)
+    assert MANIFEST in hub.files(REPO)
+
+
+def test_another_manifest_that_came_meanwhile_is_noticed(hub: Hub, good_pack: Path) -> None:
+    commits: list[str] = []
+
+    def hook(method: str, path: str) -> None:
+        if method == "POST" and "/commit/" in path:
+            commits.append(path)
+        elif method == "GET" and len(commits) == 2:
+            commits.append("other")
+            hub.add(REPO, {MANIFEST: (good_pack / MANIFEST).read_bytes()[::-1]}, whole=False)
+
+    hub.hook = hook
+    with pytest.raises(DataError, match=r"hybrid_pack\.json: another manifest than was sent is on the Hub"):
+        push(good_pack, REPO)
+
+
 @pytest.mark.parametrize("status", [401, 403])
 def test_no_permission(status: int, hub: Hub, good_pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hub.fault("POST", "/api/repos/create", status=status, times=9)
