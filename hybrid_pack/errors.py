@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-_TOKEN = re.compile(r"\b(?:hf_oauth_[\w.-]{16,}|(?:hf|api_org)_[A-Za-z0-9]{16,})")
+_TOKEN = re.compile(
+    r"(?<![A-Za-z])(?:hf_oauth_[\w.-]{16,}|(?:hf|api_org)_[A-Za-z0-9]{16,})|(?:hf|api_org)_[A-Za-z0-9]{30,}"
+)
 _QUERY = re.compile(r"(https?://[^\s?#'\"<>]*)\?[^\s'\"<>)]*")
 _CUT_URL = re.compile(r"\(…\)[^\s'\"<>)]*")
 """The end of a URL, as huggingface_hub shortens it: that of a signed one may be the signature."""

@@ -62,6 +62,9 @@ def test_it_is_never_shown(
     [
         ("api_org_ABCDEFGHIJKLMNOPQRST.", "hf_***."),
         ("Bearer hf_oauth_eyJhbGci.eyJzdWIi-OiIx_x", "Bearer hf_***"),
+        ("Bearer%20hf_ABCDEFGHIJKLMNOPQRST", "Bearer%20hf_***"),
+        ("token" + "hf_" + "aB" * 17, "tokenhf_***"),
+        ("in half_ABCDEFGHIJKLMNOPQRST", "in half_ABCDEFGHIJKLMNOPQRST"),
         ("in hf_hub_download, of hf_home", "in hf_hub_download, of hf_home"),
         (f"a/{SECRET}/b", "a/hf_***/b"),
         ("at 'https://h/p/q?X-Amz-Signature=5ec5e7&a=b'.", "at 'https://h/p/q?***'."),
