@@ -50,6 +50,17 @@ def quick_fsync() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test waits five minutes for what never comes."""
+
+    def wait(seconds: float, stop: threading.Event | None = None) -> None:
+        if stop is not None and stop.is_set():
+            raise errors.Stopped
+
+    monkeypatch.setattr(errors, "sleep", wait)
+
+
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Client:
     """Nothing leaves loopback, nothing waits, nothing is taken from the user's cache."""
