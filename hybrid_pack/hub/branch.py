@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from hybrid_pack.hub.download import fetch_bytes
 from hybrid_pack.hub.listing import Remote, fetch_manifest, list_files
 from hybrid_pack.io.manifest import MANIFEST, README, decode_manifest
 from hybrid_pack.io.remote import RemoteFile
-from hybrid_pack.report.card import is_ours
+from hybrid_pack.report.card import describes, is_ours
 from hybrid_pack.schemas.manifest import Manifest
 
 _OF_A_PACK = ("experts/*", "model-*.safetensors")
@@ -21,8 +20,6 @@ _OF_A_PACK = ("experts/*", "model-*.safetensors")
 
 MAX_CARD_BYTES = 4 << 20
 """A larger README.md is not fetched to be looked at: it is not one of ours."""
-
-_CARD_DIGEST = re.compile(r"this pack's manifest \| `(blake3:[0-9a-f]{64})`")
 
 
 @dataclass(frozen=True)
@@ -176,10 +173,9 @@ def card_warning(root: Path, manifest: Manifest) -> str | None:
     path = root / README
     if not path.is_file():
         return f"{README} is missing: the repository will have no model card; convert --resume writes one"
-    named = _CARD_DIGEST.search(path.read_text("utf-8", errors="replace"))
-    if named is None or named[1] == manifest.self_digest:
+    if describes(path.read_bytes(), manifest) is not False:
         return None
     return (
-        f"{README} is of another pack or an earlier one: it names the manifest {named[1]}, which is "
+        f"{README} is of another pack or an earlier one: it names another manifest than "
         f"{manifest.self_digest}; correct it, or remove it and run convert --resume"
     )
