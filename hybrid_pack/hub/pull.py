@@ -119,6 +119,7 @@ def pull(
     out = out.absolute()
     try:
         _require_ours(out, text)
+        out = out.resolve()  # once: a link or ".." on the way to it is the user's own
         with _claimed(out):
             _require_ours(out, text)
             job = _Pull(remote, manifest, out, watch)

@@ -276,3 +276,12 @@ def test_small_tensors_that_are_near_each_other_come_together() -> None:
     assert stream._merged([(9, 12), (0, 4), (4, 8), (12 + gap, 20 + gap), (21 + 2 * gap, 30 + 2 * gap)]) == [
         (0, 20 + gap), (21 + 2 * gap, 30 + 2 * gap)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["link", "real/.."])
+def test_any_way_to_the_folder(way: str, checkpoint_there: Hub, whole: dict[str, bytes], tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    out = tmp_path / way / "out"
+    assert convert(out) == 0
+    assert tree(out) == whole
