@@ -187,9 +187,7 @@ def test_second_scales_a_power_of_two_apart(exponent: int, tp: int, copy: Copy, 
     set_second(root, f"{LAYER}.{KEPT}.gate_proj", 1e-5)
     set_second(root, f"{LAYER}.{KEPT}.up_proj", float(np.ldexp(np.float32(1e-5), exponent)))
     if abs(exponent) == 24:  # nearly all blocks of one of them would become zero
-        with pytest.raises(
-            DataError, match=rf"layer \d+ expert {KEPT}: gate and up .* \d+ blocks would become zero"
-        ):
+        with pytest.raises(DataError, match=rf"layer \d+ expert {KEPT}: gate and up .* \d+ blocks would become zero"):
             pack(root, out, tp)
         pack(root, out, tp, on_scale_mismatch="requantize", overwrite=True)
     else:
