@@ -42,11 +42,15 @@ class Place:
 
     Args:
         root: Its path, for messages.
-        fd: Its descriptor, which the caller closes.
+        fd: Its descriptor, of which this keeps a copy until ``close``.
     """
 
     def __init__(self, root: Path, fd: int) -> None:
-        self.root, self._fd = root, fd
+        self.root, self._fd = root, os.dup(fd)
+
+    def close(self) -> None:
+        """Close the descriptor: no thread needs it any more."""
+        os.close(self._fd)
 
     @contextlib.contextmanager
     def _folder(self, parts: tuple[str, ...]) -> Iterator[int]:

@@ -9,12 +9,13 @@ import shutil
 import stat
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
 from hybrid_pack.hub.arrival import what_is_wrong
+from hybrid_pack.hub.crew import PATIENCE, Crew
 from hybrid_pack.hub.download import TooLong, abort, download, forget
 from hybrid_pack.hub.errors import Stopped
 from hybrid_pack.hub.listing import Remote, fetch_manifest, look_up, open_remote
@@ -125,9 +126,13 @@ def pull(
         with _claimed(out) as fd:
             _require_ours(out, text)
             job = _Pull(remote, manifest, Place(out, fd), watch)
-            job.prepare(text, entries)
-            job.run(entries, threads)
-            job.finish(text)
+            try:
+                job.prepare(text, entries)
+                job.run(entries, threads)
+                job.finish(text)
+            finally:
+                if job.idle:  # else the folder stays locked: a thread that is stuck may still write
+                    job.place.close()
     except OSError as error:
         raise EnvironmentFailure(
             "the system failed", where=error.filename or out, found=error.strerror or error,
@@ -222,6 +227,7 @@ class _Pull:
         self.out = place.root
         self.staging = self.out / STAGING
         self.stop = threading.Event()
+        self.idle = True
         self._lock = threading.Lock()
         self._fetched: list[Entry] = []
         self._kept: list[Entry] = []
@@ -264,18 +270,17 @@ class _Pull:
                 self.stop.set()
                 raise
 
-        with ThreadPoolExecutor(workers, "hybrid-pack-pull") as pool:
-            futures = [pool.submit(work, entry) for entry in entries]
-            try:
-                wait(futures, return_when=FIRST_EXCEPTION)
-            except BaseException:
-                self.stop.set()
-                abort()
-                raise
-            finally:
-                if self.stop.is_set():
-                    pool.shutdown(wait=True, cancel_futures=True)
-        failures = [f.exception() for f in futures if not f.cancelled() and f.exception() is not None]
+        crew = Crew(workers, "hybrid-pack-pull")
+        futures = [crew.submit(work, entry) for entry in entries]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:
+            self.stop.set()
+            abort()
+            raise
+        finally:
+            self.idle = crew.end(PATIENCE if self.stop.is_set() else None)
+        failures = [f.exception() for f in futures if f.done() and not f.cancelled() and f.exception() is not None]
         for failure in sorted(failures, key=lambda e: isinstance(e, Stopped)):  # the cause before its consequences
             assert failure is not None
             raise failure
@@ -293,6 +298,8 @@ class _Pull:
                     self._stamps[entry.path] = known
                 return
         known = self._arrive(entry)
+        if self.stop.is_set():
+            raise Stopped
         self.place.take_from(STAGING, entry.path)
         forget(self.staging, entry.path)
         with self._lock:

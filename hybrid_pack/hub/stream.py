@@ -16,12 +16,13 @@ import stat
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
+from hybrid_pack.hub.crew import PATIENCE, Crew
 from hybrid_pack.hub.download import abort, download, forget
 from hybrid_pack.hub.errors import Stopped, errors, retrying
 from hybrid_pack.hub.fetch import copy_small_files, hub_files, write_stub
@@ -70,8 +71,8 @@ def stream_checkpoint(
             retrying(lambda: copy_small_files(repo_id, remote.commit, folder))
             supply = HubSupply(remote, folder, files, progress or Silent(), lock)
             wanted = [name for name in files if not supply.is_still_whole(name)]
-            with ThreadPoolExecutor(2 * TOGETHER) as pool:
-                list(pool.map(supply.stub, wanted))
+            with Crew(2 * TOGETHER) as crew:
+                crew.each(supply.stub, wanted)
     except BaseException:
         lock.release()
         raise
@@ -201,9 +202,9 @@ class HubSupply:
         wanted: dict[str, list[tuple[int, int]]] = {}
         for at in tensors:
             wanted.setdefault(at.path.name, []).append((at.header.begin, at.header.end))
-        with errors(self.remote.name), ThreadPoolExecutor(2 * TOGETHER) as pool:
+        with errors(self.remote.name), Crew(2 * TOGETHER) as crew:
             work = [(name, r) for name, found in wanted.items() if not self.is_whole(name) for r in _merged(found)]
-            list(pool.map(lambda item: self._fill(*item), work))
+            crew.each(lambda item: self._fill(*item), work)
 
     def _fill(self, name: str, span: tuple[int, int]) -> None:
         begin, end = span
@@ -245,6 +246,8 @@ class HubSupply:
                 )  # fmt: skip
             self.progress.note(f"{name} arrived wrong and is fetched once more")
         self._require_same(name, found)
+        if stop.is_set():  # nobody may be waiting any more
+            raise Stopped
         with found.open("rb") as arrived:
             os.fsync(arrived.fileno())
         found.replace(self.folder / name)
@@ -301,12 +304,12 @@ class HubSupply:
         for path in [self.folder / name for name in self.files]:
             if not uses[path] and self.is_whole(path.name):  # its layers were finished before the run was killed
                 self._drop(path.name)
-        with ThreadPoolExecutor(TOGETHER, "hybrid-pack-fetch") as pool:
+        with Crew(TOGETHER) as crew:
 
             def order(group: Group[A]) -> None:
                 for path in sorted(group.files):
                     if path not in arriving and not self.is_whole(path.name):
-                        arriving[path] = pool.submit(self._bring, path.name, stopped)
+                        arriving[path] = crew.submit(self._bring, path.name, stopped)
 
             try:
                 for i, group in enumerate(groups):
@@ -315,7 +318,7 @@ class HubSupply:
                         order(groups[i + 1])
                     for path in group.files:
                         if path in arriving:
-                            arriving[path].result()
+                            _await(arriving[path], stopped)
                     left = [len(group.tasks)]
                     for task in group.tasks:
                         if stopped.is_set():
@@ -329,6 +332,7 @@ class HubSupply:
             finally:
                 if stopped.is_set():
                     abort()
+                    crew.end(PATIENCE)
 
     def _work(self, task: Task[A], group: Group[A], left: list[int], uses: Counter[Path], given: A) -> int:
         """One task; the last of a group drops the files nobody needs any more."""
@@ -356,6 +360,18 @@ class HubSupply:
     def holds_work(self) -> bool:
         """Whether a later run has whole shards to go on with."""
         return any(self.is_whole(name) for name in self.files)
+
+
+def _await(arriving: Future[None], stopped: threading.Event) -> None:
+    """Wait for a shard.
+
+    Raises:
+        Stopped: The conversion ends early.
+    """
+    while not wait([arriving], timeout=0.1).done:
+        if stopped.is_set():
+            raise Stopped
+    arriving.result()
 
 
 def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -113,7 +113,8 @@ def tail_of(body: bytes) -> bytes:
 def is_path(path: str) -> bool:
     parts = path.split("/")
     plain = not re.search("[\\\\:\x00-\x1f\x7f\ud800-\udfff]", path) and not {"", ".", ".."} & set(parts)
-    return plain and 1 <= len(path) <= 1024 and unicodedata.normalize("NFC", path) == path
+    short = plain and 1 <= len(path) <= 1024 and all(len(part.encode()) <= 240 for part in parts)
+    return short and unicodedata.normalize("NFC", path) == path
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
