@@ -124,8 +124,8 @@ def command(
         try:
             done = convert(plan, out, progress=progress, supply=supply, **options)
         except BaseException:
-            if supply is not None and not supply.holds_work:
-                supply.close()
+            if supply is not None:
+                (supply.release if supply.holds_work else supply.close)()
             raise
     if supply is not None:
         supply.close()

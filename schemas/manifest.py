@@ -19,13 +19,17 @@ PlainDigest = Annotated[str, StringConstraints(pattern=r"^blake3:[0-9a-f]{64}$")
 Digest = Annotated[str, StringConstraints(pattern=r"^blake3(-rows|-shard)?:[0-9a-f]{64}$")]
 KeptScaleFormat = Literal["e4m3_k16", "e8m0_k32"]
 MAX_PATH_CHARS = 1024
+MAX_NAME_BYTES = 240
+"""Of a part of a path; file systems hold 255, and files have longer names while they are written."""
 
 
 def is_pack_path(path: str) -> bool:
     """Whether it is a relative POSIX path without ``..`` that every file system can hold."""
     parts = path.split("/")
     bad = any(part in ("", ".", "..") for part in parts) or re.search(r"[\x00-\x1f\x7f\\:\ud800-\udfff]", path)
-    return not bad and len(path) <= MAX_PATH_CHARS and unicodedata.normalize("NFC", path) == path
+    if bad or any(len(part.encode()) > MAX_NAME_BYTES for part in parts):
+        return False
+    return len(path) <= MAX_PATH_CHARS and unicodedata.normalize("NFC", path) == path
 
 
 def _inside(path: str) -> str:

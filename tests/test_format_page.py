@@ -20,7 +20,7 @@ from hybrid_pack.layouts.nf3_2p1 import Nf32p1
 from hybrid_pack.layouts.packed_fp4 import PackedFp4
 from hybrid_pack.layouts.scales import BlockScales, row_order
 from hybrid_pack.layouts.shard import RankGeometry, shard_path, shard_tensors
-from hybrid_pack.schemas.manifest import MAX_PATH_CHARS, Manifest, is_pack_path
+from hybrid_pack.schemas.manifest import MAX_NAME_BYTES, MAX_PATH_CHARS, Manifest, is_pack_path
 from hybrid_pack.sharding import ROW_BLOCK, Topology, tiles_for
 from tests.format_page import page, reader, weights
 from tests.layouts.ours import pack_codes, pack_scales
@@ -100,6 +100,7 @@ def test_limits() -> None:
     assert f"of at most 2^{io_manifest._MAX_MANIFEST_BYTES.bit_length() - 1} bytes" in text
     assert io_manifest._MAX_MANIFEST_BYTES == 2**30
     assert f"1 to {MAX_PATH_CHARS} characters" in text
+    assert f"no part of more than {MAX_NAME_BYTES} bytes" in " ".join(text.split())
     properties = Manifest.model_json_schema()["$defs"]
     size, count = properties["FileEntry"]["properties"]["bytes"], properties["Geometry"]["properties"]["top_k"]
     assert (size["minimum"], size["exclusiveMaximum"]) == (0, 2**63)
@@ -124,9 +125,10 @@ def test_manifest_example_and_its_last_bytes() -> None:
 @pytest.mark.parametrize(
     ("path", "good"),
     [
-        ("a", True), ("a/b.c", True), ("a b/…", True), (".a", True), ("a" * 1024, True), ("\u00e9", True),
+        ("a", True), ("a/b.c", True), ("a b/…", True), (".a", True), ("a/" * 511 + "aa", True), ("\u00e9", True),
+        ("a" * 240, True), ("a" * 241, False), ("\u00e9" * 120, True), ("b/" + "\u00e9" * 121, False),
         ("", False), ("/a", False), ("a/", False), ("a//b", False), (".", False), ("a/./b", False), ("../a", False),
-        ("a/..", False), ("a\\b", False), ("c:a", False), ("a\nb", False), ("a\x7fb", False), ("a" * 1025, False),
+        ("a/..", False), ("a\\b", False), ("c:a", False), ("a\nb", False), ("a\x7fb", False), ("a/" * 512 + "a", False),
         ("e\u0301", False), ("a\ud800", False),
     ],
 )  # fmt: skip

@@ -92,6 +92,7 @@ def download(
     from huggingface_hub import hf_hub_download
 
     stopped = stop or threading.Event()
+    folder = folder.resolve()  # as huggingface_hub does, in what it returns
     counted = 0
 
     def count(n: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from hybrid_pack.errors import DataError, EnvironmentFailure
 from hybrid_pack.hub.errors import at, errors, retrying
 from hybrid_pack.hub.listing import list_files, open_remote
 from hybrid_pack.io.config import read_document
+from hybrid_pack.io.output import PARTIAL, make_folder, write_small
 from hybrid_pack.io.safetensors import MAX_HEADER_BYTES
 from hybrid_pack.io.shards import INDEX, SINGLE
 
@@ -119,7 +119,7 @@ def write_stub(files: Any, repo_id: str, commit: str, name: str, nbytes: int, fo
         commit: Its commit.
         name: Of the shard, at the top of the repository.
         nbytes: Its size.
-        folder: Gets the file, which is not there yet.
+        folder: Gets the file; one of that name is replaced.
     """
     where = f"{repo_id}@{commit}/{name}"
 
@@ -130,21 +130,24 @@ def write_stub(files: Any, repo_id: str, commit: str, name: str, nbytes: int, fo
     end = 8 + int.from_bytes(header[:8], "little")
     if len(header) < end <= min(nbytes, 8 + MAX_HEADER_BYTES):  # another is no header; its reader says so
         header += read(len(header), end)
-    with (folder / name).open("wb") as file:
+    new = folder / f"{name}{PARTIAL}"
+    new.unlink(missing_ok=True)
+    with new.open("xb") as file:  # an existing name, or what it leads to, is never opened for writing
         file.write(header[: min(end, len(header))])
         file.truncate(nbytes)
+    new.replace(folder / name)
 
 
 def copy_small_files(repo_id: str, commit: str, folder: Path) -> None:
-    """Copies of a checkpoint's small files, as a conversion would find them in a snapshot folder."""
+    """Copies of a checkpoint's small files, as a conversion would find them in a snapshot folder; no dot files."""
     from huggingface_hub import snapshot_download
 
     snapshot = Path(snapshot_download(repo_id, revision=commit, allow_patterns=list(SMALL_FILES)))
     for path in snapshot.rglob("*"):
-        target = folder / path.relative_to(snapshot)
-        if path.is_file() and not path.name.endswith(".safetensors"):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
+        name = path.relative_to(snapshot)
+        if path.is_file() and not path.name.endswith(".safetensors") and not name.parts[0].startswith("."):
+            make_folder(folder, (folder / name).parent)
+            write_small(folder / name, path.read_bytes())
 
 
 def fetch_headers(repo_id: str, revision: str | None, folder: Path) -> None:

@@ -9,17 +9,20 @@ import shutil
 import stat
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
 from hybrid_pack.hub.arrival import what_is_wrong
+from hybrid_pack.hub.crew import PATIENCE, Crew
 from hybrid_pack.hub.download import TooLong, abort, download, forget
 from hybrid_pack.hub.errors import Stopped
 from hybrid_pack.hub.listing import Remote, fetch_manifest, look_up, open_remote
+from hybrid_pack.hub.place import Place, Stamp, read_plain
+from hybrid_pack.hub.staging import open_staging, remember, same_commit
 from hybrid_pack.io.manifest import MANIFEST, PULL_STAGING, STATE, decode_manifest, topology_of
-from hybrid_pack.io.output import fsync_folder, make_folder, write_small
+from hybrid_pack.io.output import make_folder, write_small
 from hybrid_pack.io.progress import Progress, Silent
 from hybrid_pack.schemas.manifest import FileEntry, Manifest, ShardEntry
 
@@ -110,7 +113,7 @@ def pull(
     if not 1 <= threads <= MAX_WORKERS:
         raise UsageError("not a number of workers", where="--workers", expected=f"1 to {MAX_WORKERS}", found=workers)
     watch = progress or Silent()
-    remote = open_remote(repo_id, revision)
+    remote = same_commit(out / STAGING, open_remote(repo_id, revision), watch.note)
     text = fetch_manifest(remote, watch.note)
     manifest = decode_manifest(text, f"{remote.name}: {MANIFEST}")
     chosen = tuple(range(topology_of(manifest).ranks)) if ranks is None else tuple(sorted(set(ranks)))
@@ -119,15 +122,17 @@ def pull(
     out = out.absolute()
     try:
         _require_ours(out, text)
-        with _claimed(out):
+        out = out.resolve()  # once: a link or ".." on the way to it is the user's own
+        with _claimed(out) as fd:
             _require_ours(out, text)
-            job = _Pull(remote, manifest, out, watch)
-            job.prepare(text, entries)
-            job.run(entries, threads)
-            if not (out / MANIFEST).exists():
-                write_small(out / MANIFEST, text)
-            shutil.rmtree(job.staging)
-            fsync_folder(out)
+            job = _Pull(remote, manifest, Place(out, fd), watch)
+            try:
+                job.prepare(text, entries)
+                job.run(entries, threads)
+                job.finish(text)
+            finally:
+                if job.idle:  # else the folder stays locked: a thread that is stuck may still write
+                    job.place.close()
     except OSError as error:
         raise EnvironmentFailure(
             "the system failed", where=error.filename or out, found=error.strerror or error,
@@ -162,12 +167,13 @@ def _require_ours(out: Path, text: bytes) -> None:
         raise UsageError("not a folder", where=out, hint="choose another --out")
     if (out / STATE).exists():
         raise UsageError("an unfinished conversion is there", where=out, hint="choose another --out")
-    for link in (out / MANIFEST, out / STAGING, out / STAGING / MANIFEST):
-        if link.is_symlink():
-            raise UsageError("a symbolic link is in the way", where=link, hint="remove it")
-    for known in (out / MANIFEST, out / STAGING / MANIFEST):
-        if known.exists():
-            if known.read_bytes() != text:
+    if (out / STAGING).is_symlink():
+        raise UsageError("a symbolic link is in the way", where=out / STAGING, hint="remove it")
+    staged = [out / STAGING / MANIFEST] if (out / STAGING).is_dir() else []
+    for known in (out / MANIFEST, *staged):
+        size = _size_of(known)  # before it is opened: a pipe or device would be read for ever
+        if size is not None:
+            if size != len(text) or read_plain(known, size) != text:
                 raise UsageError(
                     "another pack, or another revision of it, is there", where=known,
                     hint="choose another --out, or the --revision it came from",
@@ -179,17 +185,17 @@ def _require_ours(out: Path, text: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _claimed(out: Path) -> Iterator[None]:
-    """The folder, made and locked; folders that were made go again if nothing came into them."""
+def _claimed(out: Path) -> Iterator[int]:
+    """Descriptor of the folder, made and locked; folders that were made go again if nothing came into them."""
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
     out.mkdir(parents=True, exist_ok=True)
-    fd = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError("another pull is writing here", where=out, hint="wait for it") from None
-        yield
+        yield fd
     finally:
         os.close(fd)
         for folder in made:
@@ -216,14 +222,17 @@ def _size_of(path: Path) -> int | None:
 class _Pull:
     """One call of ``pull``."""
 
-    def __init__(self, remote: Remote, manifest: Manifest, out: Path, progress: Progress) -> None:
-        self.remote, self.manifest, self.out, self.progress = remote, manifest, out, progress
-        self.staging = out / STAGING
+    def __init__(self, remote: Remote, manifest: Manifest, place: Place, progress: Progress) -> None:
+        self.remote, self.manifest, self.place, self.progress = remote, manifest, place, progress
+        self.out = place.root
+        self.staging = self.out / STAGING
         self.stop = threading.Event()
+        self.idle = True
         self._lock = threading.Lock()
         self._fetched: list[Entry] = []
         self._kept: list[Entry] = []
         self._replaced: list[str] = []
+        self._stamps: dict[str, Stamp] = {}
 
     def prepare(self, text: bytes, entries: list[Entry]) -> None:
         """Folders and room. What a killed pull left in the staging folder is taken up, if it is whole.
@@ -232,13 +241,10 @@ class _Pull:
             UsageError: A link is in the way.
             EnvironmentFailure: Too little room.
         """
-        if any(path.is_symlink() for path in self.staging.rglob("*")):
-            shutil.rmtree(self.staging)
-        self.staging.mkdir(exist_ok=True)
-        for torn in self.staging.rglob("*.incomplete"):
-            torn.unlink()
+        open_staging(self.staging, self.manifest.paths())
         if not (self.staging / MANIFEST).exists():
             write_small(self.staging / MANIFEST, text)
+        remember(self.staging, self.remote)
         needed = 0
         for entry in entries:
             final, staged = self.out / entry.path, self.staging / entry.path
@@ -264,18 +270,17 @@ class _Pull:
                 self.stop.set()
                 raise
 
-        with ThreadPoolExecutor(workers, "hybrid-pack-pull") as pool:
-            futures = [pool.submit(work, entry) for entry in entries]
-            try:
-                wait(futures, return_when=FIRST_EXCEPTION)
-            except BaseException:
-                self.stop.set()
-                abort()
-                raise
-            finally:
-                if self.stop.is_set():
-                    pool.shutdown(wait=True, cancel_futures=True)
-        failures = [f.exception() for f in futures if not f.cancelled() and f.exception() is not None]
+        crew = Crew(workers, "hybrid-pack-pull")
+        futures = [crew.submit(work, entry) for entry in entries]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:
+            self.stop.set()
+            abort()
+            raise
+        finally:
+            self.idle = crew.end(PATIENCE if self.stop.is_set() else None)
+        failures = [f.exception() for f in futures if f.done() and not f.cancelled() and f.exception() is not None]
         for failure in sorted(failures, key=lambda e: isinstance(e, Stopped)):  # the cause before its consequences
             assert failure is not None
             raise failure
@@ -284,24 +289,46 @@ class _Pull:
         """Keep, or fetch, check and name one file."""
         final = self.out / entry.path
         there = _size_of(final)
-        if there is not None and what_is_wrong(final, self.manifest, entry) is None:
-            self.progress.advance(entry.bytes)
-            with self._lock:
-                self._kept.append(entry)
-            return
-        arrived = self._arrive(entry)
-        with arrived.open("rb") as file:
-            os.fsync(file.fileno())
-        arrived.replace(final)
-        fsync_folder(final.parent)
+        if there is not None:
+            known = self.place.stamp(entry.path)
+            if known is not None and what_is_wrong(final, self.manifest, entry) is None:
+                self.progress.advance(entry.bytes)
+                with self._lock:
+                    self._kept.append(entry)
+                    self._stamps[entry.path] = known
+                return
+        known = self._arrive(entry)
+        if self.stop.is_set():
+            raise Stopped
+        self.place.take_from(STAGING, entry.path)
         forget(self.staging, entry.path)
         with self._lock:
             self._fetched.append(entry)
+            self._stamps[entry.path] = known
             if there is not None:
                 self._replaced.append(entry.path)
 
-    def _arrive(self, entry: Entry) -> Path:
-        """The file in the staging folder, right to the last byte.
+    def finish(self, text: bytes) -> None:
+        """Make a pack of it: every file is still the one that was checked, and the manifest comes last.
+
+        Raises:
+            EnvironmentFailure: Somebody changed a file meanwhile.
+        """
+        for path, known in self._stamps.items():
+            if self.place.stamp(path) != known:
+                raise EnvironmentFailure(
+                    "was changed by somebody else after it had been checked", where=self.out / path,
+                    hint="run the same command again: it is fetched anew",
+                )  # fmt: skip
+        if self.place.stamp(MANIFEST) is None:
+            self.place.write(MANIFEST, text)
+        self.place.remove_folder(STAGING)
+
+    def _arrive(self, entry: Entry) -> Stamp:
+        """See to it that the file is in the staging folder, right to the last byte.
+
+        Returns:
+            What tells it from any other file.
 
         Raises:
             DataError: It arrived wrong twice.
@@ -309,6 +336,7 @@ class _Pull:
         why: str | None = None
         for again in (False, True):
             try:
+                self.place.require_plain(STAGING, entry.path)
                 found = download(
                     self.remote.repo_id, self.remote.commit, entry.path, entry.bytes, self.staging, again=again,
                     stop=self.stop, advance=self.progress.advance, tell=self.progress.note,
@@ -316,9 +344,10 @@ class _Pull:
             except TooLong:
                 why = f"more than its {entry.bytes} bytes came"
             else:
-                why = what_is_wrong(found, self.manifest, entry)
-                if why is None:
-                    return found
+                known = self.place.stamp(f"{STAGING}/{entry.path}")
+                why = "it is gone" if known is None else what_is_wrong(found, self.manifest, entry)
+                if known is not None and why is None:
+                    return known
                 self.progress.advance(-found.stat().st_size)
             forget(self.staging, entry.path)
             if not again:

@@ -3,25 +3,31 @@
 The folder has every shard as a stand-in, a sparse file of its true size with nothing but the header. A shard that is
 needed arrives beside it, is held against the SHA-256 the Hub has for it and against what was read of the stand-in, and
 takes its place; when nothing needs it any more it becomes a stand-in again. ``.whole/<name>`` says that a shard is
-whole, so that a killed conversion goes on with what it had.
+whole, so that a killed conversion goes on with what it had, once its hash was seen again. One process at a time holds a
+lock on the folder, from before it touches anything in it until the conversion is over.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import stat
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
+from hybrid_pack.hub.crew import PATIENCE, Crew
 from hybrid_pack.hub.download import abort, download, forget
 from hybrid_pack.hub.errors import Stopped, errors, retrying
 from hybrid_pack.hub.fetch import copy_small_files, hub_files, write_stub
 from hybrid_pack.hub.listing import Remote, list_files, open_remote
+from hybrid_pack.io.output import fsync_folder, write_small
 from hybrid_pack.io.progress import Progress, Silent
 from hybrid_pack.io.remote import RemoteFile
 from hybrid_pack.io.safetensors import read_header
@@ -54,27 +60,100 @@ def stream_checkpoint(
         DataError: A listing that cannot be.
         EnvironmentFailure: No network, no access, no room.
     """
-    if folder.is_symlink() or (folder.exists() and not (folder / WHOLE).is_dir()):
-        raise UsageError("in the way of the shards", where=folder, hint="remove it, or choose another --out")
     remote = open_remote(repo_id, revision)
     files = {p: f for p, f in list_files(remote).items() if p.endswith(".safetensors") and "/" not in p}
-    with errors(remote.name, nor_folder=True):
-        shutil.rmtree(folder / ARRIVING, ignore_errors=True)  # of a run that was killed
-        for name in (WHOLE, ARRIVING):
-            (folder / name).mkdir(parents=True, exist_ok=True)
-        retrying(lambda: copy_small_files(repo_id, remote.commit, folder))
-        supply = HubSupply(remote, folder, files, progress or Silent())
-        wanted = [name for name in files if not supply.is_whole(name)]
-        with ThreadPoolExecutor(2 * TOGETHER) as pool:
-            list(pool.map(supply.stub, wanted))
+    lock = _Lock(folder)
+    try:
+        _require_ours(folder)
+        with errors(remote.name, nor_folder=True):
+            shutil.rmtree(folder / ARRIVING, ignore_errors=True)  # of a run that was killed
+            for name in (WHOLE, ARRIVING):
+                (folder / name).mkdir(exist_ok=True)
+            retrying(lambda: copy_small_files(repo_id, remote.commit, folder))
+            supply = HubSupply(remote, folder, files, progress or Silent(), lock)
+            wanted = [name for name in files if not supply.is_still_whole(name)]
+            with Crew(2 * TOGETHER) as crew:
+                crew.each(supply.stub, wanted)
+    except BaseException:
+        lock.release()
+        raise
     return supply
+
+
+class _Lock:
+    """The folder, made if need be and locked; let go with the process at the latest.
+
+    Raises:
+        UsageError: Another process has it, or it is no folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._fd = -1
+        while True:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except FileNotFoundError:  # the other one removed it just now
+                continue
+            except (FileExistsError, NotADirectoryError):
+                raise _in_the_way(folder) from None
+            except OSError as error:
+                if folder.is_symlink():
+                    raise _in_the_way(folder) from None
+                raise EnvironmentFailure("cannot make the folder", where=folder, found=error.strerror) from error
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.release()
+                raise UsageError("another conversion is writing here", where=folder, hint="wait for it") from None
+            try:
+                there = folder.lstat()
+            except FileNotFoundError:
+                there = None
+            held = os.fstat(self._fd)
+            if there is not None and (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino):
+                return
+            self.release()  # of a folder that is gone
+
+    def release(self) -> None:
+        """Let another process have it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    __del__ = release
+
+
+def _in_the_way(path: Path) -> UsageError:
+    return UsageError("in the way of the shards", where=path, hint="remove it, or choose another --out")
+
+
+def _require_ours(folder: Path) -> None:
+    """Empty, or of an earlier run, with nothing in it that leads elsewhere.
+
+    Raises:
+        UsageError: It is something else.
+    """
+    names = [entry.name for entry in os.scandir(folder)]
+    if names and WHOLE not in names:
+        raise _in_the_way(folder)
+    for at, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            status = (Path(at) / name).lstat()
+            plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+            if not plain and not stat.S_ISDIR(status.st_mode):
+                raise UsageError("a link, or no regular file, is in the way", where=Path(at) / name, hint="remove it")
+    if names and not (folder / WHOLE).is_dir():
+        raise _in_the_way(folder)
 
 
 class HubSupply:
     """Brings shards and drops them; made by ``stream_checkpoint``."""
 
-    def __init__(self, remote: Remote, folder: Path, files: dict[str, RemoteFile], progress: Progress) -> None:
-        self.remote, self.folder, self.files, self.progress = remote, folder, files, progress
+    def __init__(
+        self, remote: Remote, folder: Path, files: dict[str, RemoteFile], progress: Progress, lock: _Lock
+    ) -> None:
+        self.remote, self.folder, self.files, self.progress, self._held = remote, folder, files, progress, lock
         self._read: dict[str, list[tuple[int, int]]] = {}
         """Ranges of each stand-in that are filled and were, or may have been, read."""
         self._lock = threading.Lock()
@@ -90,9 +169,23 @@ class HubSupply:
         except OSError:
             return False
 
+    def is_still_whole(self, name: str) -> bool:
+        """The same of one that an earlier run left: its hash is seen again, for much may have happened since."""
+        if not self.is_whole(name):
+            return False
+        self.progress.note(f"{name} is there from an earlier run; its hash is compared")
+        _, expected, digest = self.files[name].digest_of(self.folder / name)
+        if digest != expected:
+            self.progress.note(f"{name} was damaged and is fetched again")
+        return digest == expected
+
     def _identity(self, name: str) -> str:
         file = self.files[name]
         return file.sha256 or file.git_sha1 or ""
+
+    def _open(self, name: str) -> BinaryIO:
+        """A stand-in or shard of ours, to be changed in place."""
+        return os.fdopen(os.open(self.folder / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+b")
 
     def _settle(self, name: str) -> None:
         """Give a file a time that says which file it is: ``--resume`` then takes it for the one it was, or not."""
@@ -102,7 +195,6 @@ class HubSupply:
     def stub(self, name: str) -> None:
         """Write a shard's stand-in: the header, and nothing else that takes room."""
         self._marker(name).unlink(missing_ok=True)
-        (self.folder / name).unlink(missing_ok=True)
         write_stub(hub_files(), self.remote.repo_id, self.remote.commit, name, self.files[name].nbytes, self.folder)
         self._settle(name)
 
@@ -111,9 +203,9 @@ class HubSupply:
         wanted: dict[str, list[tuple[int, int]]] = {}
         for at in tensors:
             wanted.setdefault(at.path.name, []).append((at.header.begin, at.header.end))
-        with errors(self.remote.name), ThreadPoolExecutor(2 * TOGETHER) as pool:
+        with errors(self.remote.name), Crew(2 * TOGETHER) as crew:
             work = [(name, r) for name, found in wanted.items() if not self.is_whole(name) for r in _merged(found)]
-            list(pool.map(lambda item: self._fill(*item), work))
+            crew.each(lambda item: self._fill(*item), work)
 
     def _fill(self, name: str, span: tuple[int, int]) -> None:
         begin, end = span
@@ -126,7 +218,7 @@ class HubSupply:
                 "the Hub sends another number of bytes than were asked for", where=f"{self.remote.name}: {name}",
                 expected=end - begin, found=len(data),
             )  # fmt: skip
-        with self._lock, (self.folder / name).open("r+b") as file:
+        with self._lock, self._open(name) as file:
             file.seek(begin)
             file.write(data)
             self._read.setdefault(name, []).append(span)
@@ -155,10 +247,15 @@ class HubSupply:
                 )  # fmt: skip
             self.progress.note(f"{name} arrived wrong and is fetched once more")
         self._require_same(name, found)
+        if stop.is_set():  # nobody may be waiting any more
+            raise Stopped
+        with found.open("rb") as arrived:
+            os.fsync(arrived.fileno())
         found.replace(self.folder / name)
         forget(staging, name)
         self._settle(name)
-        self._marker(name).write_text(self._identity(name))
+        fsync_folder(self.folder)
+        write_small(self._marker(name), self._identity(name).encode())  # only now: nothing of it can get lost
 
     def _require_same(self, name: str, arrived: Path) -> None:
         """The header a plan was made from, and the small tensors that were read, are those of the whole file."""
@@ -176,7 +273,7 @@ class HubSupply:
         """Make a shard a stand-in again."""
         begin = read_header(self.folder / name).data_begin
         self._marker(name).unlink(missing_ok=True)
-        with (self.folder / name).open("r+b") as file:
+        with self._open(name) as file:
             file.truncate(begin)
             file.truncate(self.files[name].nbytes)
         self._settle(name)
@@ -203,12 +300,12 @@ class HubSupply:
         for path in [self.folder / name for name in self.files]:
             if not uses[path] and self.is_whole(path.name):  # its layers were finished before the run was killed
                 self._drop(path.name)
-        with ThreadPoolExecutor(TOGETHER, "hybrid-pack-fetch") as pool:
+        with Crew(TOGETHER) as crew:
 
             def order(group: Group[A]) -> None:
                 for path in sorted(group.files):
                     if path not in arriving and not self.is_whole(path.name):
-                        arriving[path] = pool.submit(self._bring, path.name, stopped)
+                        arriving[path] = crew.submit(self._bring, path.name, stopped)
 
             try:
                 for i, group in enumerate(groups):
@@ -217,7 +314,7 @@ class HubSupply:
                         order(groups[i + 1])
                     for path in group.files:
                         if path in arriving:
-                            arriving[path].result()
+                            _await(arriving[path], stopped)
                     left = [len(group.tasks)]
                     for task in group.tasks:
                         if stopped.is_set():
@@ -231,6 +328,7 @@ class HubSupply:
             finally:
                 if stopped.is_set():
                     abort()
+                    crew.end(PATIENCE)
 
     def _work(self, task: Task[A], group: Group[A], left: list[int], uses: Counter[Path], given: A) -> int:
         """One task; the last of a group drops the files nobody needs any more."""
@@ -248,11 +346,28 @@ class HubSupply:
     def close(self) -> None:
         """Remove the folder: the conversion is done."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Leave the folder as it is to a later run."""
+        self._held.release()
 
     @property
     def holds_work(self) -> bool:
         """Whether a later run has whole shards to go on with."""
         return any(self.is_whole(name) for name in self.files)
+
+
+def _await(arriving: Future[None], stopped: threading.Event) -> None:
+    """Wait for a shard.
+
+    Raises:
+        Stopped: The conversion ends early.
+    """
+    while not wait([arriving], timeout=0.1).done:
+        if stopped.is_set():
+            raise Stopped
+    arriving.result()
 
 
 def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

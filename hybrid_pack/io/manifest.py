@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import stat
+import unicodedata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -97,8 +99,11 @@ def read_manifest(root: Path) -> Manifest:
     try:
         if path.is_symlink() and not path.exists():
             raise DataError("a symbolic link to a file that is not there", where=path)
-        if path.stat().st_size > _MAX_MANIFEST_BYTES:
-            raise DataError("too large for a manifest", where=path, found=f"{path.stat().st_size} bytes")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):  # a pipe would be read for ever
+            raise DataError("not a regular file", where=path)
+        if status.st_size > _MAX_MANIFEST_BYTES:
+            raise DataError("too large for a manifest", where=path, found=f"{status.st_size} bytes")
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise _no_manifest(root) from None
@@ -273,10 +278,12 @@ def _check_files(manifest: Manifest, refuse: Any) -> None:
     for file in (*manifest.base.files, *manifest.files):
         if not file.digest.startswith("blake3:"):
             refuse(f"{file.path}: digest", "blake3", file.digest)
-        name = file.path.casefold()  # a file system may not tell HYBRID_PACK.json from the manifest
-        if name in (MANIFEST, README.casefold()) or name.startswith((".", "experts/")) or name.endswith(".partial"):
-            wanted = "neither manifest, README.md, expert shard, dot file nor .partial"
+        parts = _key(file.path).split("/")  # a file system may not tell HYBRID_PACK.json from the manifest
+        of_others = parts[0] in (_key(MANIFEST), _key(README), "experts") or parts[0].startswith(".")
+        if of_others or any(part.endswith(".partial") for part in parts):
+            wanted = "neither manifest, README.md, expert shard, dot file nor .partial, and nothing below one"
             refuse("a path that cannot be listed here", wanted, file.path)
+    _check_prefixes(manifest, refuse)
     listed = {file.path for file in manifest.files}
     if (manifest.base.index is None) != (not manifest.base.files):
         refuse("base.index", "a path where there are base files, else null", manifest.base.index)
@@ -285,6 +292,20 @@ def _check_files(manifest: Manifest, refuse: Any) -> None:
             refuse("files does not list a file every pack has", path, f"{len(listed)} files")
     if manifest.base.index not in (None, BASE_INDEX):
         refuse("base.index", BASE_INDEX, manifest.base.index)
+
+
+def _key(path: str) -> str:
+    """The same for paths that some file system takes for one."""
+    return unicodedata.normalize("NFKC", path).casefold()
+
+
+def _check_prefixes(manifest: Manifest, refuse: Any) -> None:
+    """No file is where another needs a folder."""
+    files = {_key(path): path for path in manifest.paths()}
+    for key, path in files.items():
+        for i, character in enumerate(key):
+            if character == "/" and key[:i] in files:
+                refuse("a path goes through a file", f"a folder at {files[key[:i]]}", path)
 
 
 def _check_report(manifest: Manifest, refuse: Any) -> None:

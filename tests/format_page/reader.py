@@ -113,7 +113,8 @@ def tail_of(body: bytes) -> bytes:
 def is_path(path: str) -> bool:
     parts = path.split("/")
     plain = not re.search("[\\\\:\x00-\x1f\x7f\ud800-\udfff]", path) and not {"", ".", ".."} & set(parts)
-    return plain and 1 <= len(path) <= 1024 and unicodedata.normalize("NFC", path) == path
+    short = plain and 1 <= len(path) <= 1024 and all(len(part.encode()) <= 240 for part in parts)
+    return short and unicodedata.normalize("NFC", path) == path
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -266,8 +267,14 @@ def _check_paths(document: dict[str, Any]) -> None:
     need(1, all(map(is_path, paths)), "a path that leads outside")
     need(1, len({unicodedata.normalize("NFKC", p).casefold() for p in paths}) == len(paths), "twins")
     plain = [entry["path"] for entry in (*document["base"]["files"], *document["files"])]
-    need(1, not {"hybrid_pack.json", "README.md"} & set(plain), "a path that no list has")
-    need(1, not any(p.startswith((".", "experts/")) or p.endswith(".partial") for p in plain), "likewise")
+    folded = [unicodedata.normalize("NFKC", path).casefold() for path in paths]
+    folders = {"/".join(parts[:n]) for path in folded if (parts := path.split("/")) for n in range(1, len(parts))}
+    need(1, not folders & set(folded), "a file where a folder is needed")
+    split = [unicodedata.normalize("NFKC", path).casefold().split("/") for path in plain]
+    first = {parts[0] for parts in split}
+    need(1, not {"hybrid_pack.json", "readme.md", "experts"} & first, "a path that no list has")
+    need(1, not any(path[0] == "." for path in first), "likewise")
+    need(1, not any(part.endswith(".partial") for parts in split for part in parts), "likewise")
     need(1, {"config.json", document["base"]["index"]} - {None} <= set(plain), "config.json and index")
 
 

@@ -522,3 +522,35 @@ def test_every_rank_that_is_asked_for_is_looked_at(remote: Hub, good_pack: Path,
     path.unlink()
     for ranks, code in ((["1", "2"], 1), (["2", "1"], 1), (["2", "0"], 0)):
         assert run(["verify", str(pack), *(word for rank in ranks for word in ("--rank", rank))]) == code
+
+
+LEADS: dict[str, Callable[[Path], Path]] = {
+    "a link on the way": lambda root: (root / "link") / "out",
+    "two dots": lambda root: root / "real" / ".." / "out",
+    "two dots behind a link": lambda root: root / "link" / ".." / "out",
+    "a link itself": lambda root: root / "link",
+}
+
+
+@pytest.mark.parametrize("case", LEADS)
+def test_any_way_to_the_folder(case: str, remote: Hub, good_pack: Path, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    out = LEADS[case](tmp_path)
+    pull(REPO, out, ranks=[RANK])
+    assert tree(out) == of_rank(good_pack, RANK)
+    assert not (out / STAGING).exists()
+
+
+def test_temporary_files_below_a_link(
+    remote: Hub, good_pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Manifests of pull, push and ``verify --remote`` arrive there."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "link"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    pull(REPO, tmp_path / "out", ranks=[RANK])
+    assert tree(tmp_path / "out") == of_rank(good_pack, RANK)
+    assert run(["verify", "--remote", REPO]) == 0
+    assert list((tmp_path / "real").iterdir()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import threading
@@ -15,7 +16,7 @@ import pytest
 from huggingface_hub import constants
 
 from hybrid_pack.cli.main import run
-from hybrid_pack.errors import DataError
+from hybrid_pack.errors import DataError, UsageError
 from hybrid_pack.hub import stream
 from hybrid_pack.hub.stream import HubSupply, stream_checkpoint
 from hybrid_pack.io.safetensors import read_header
@@ -370,3 +371,119 @@ def test_a_finished_pack_fetches_no_copy(
         assert run(["convert", REPO, "--out", str(out), "--tp", "2", "--resume", *more]) == 0
         assert "is complete" in capsys.readouterr().out
     assert not list(Path(constants.HF_HUB_CACHE).rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("way", ["link", "real/.."])
+def test_any_way_to_the_folder(way: str, checkpoint_there: Hub, whole: dict[str, bytes], tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    out = tmp_path / way / "out"
+    assert convert(out) == 0
+    assert tree(out) == whole
+
+
+@pytest.mark.parametrize("moment", ["copy_small_files", "write_stub", "download"])
+def test_a_second_conversion_is_refused(
+    moment: str, checkpoint_there: Hub, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """It has touched nothing then, whatever the first is at."""
+    out, folder, real, seen = tmp_path / "out", tmp_path / ".out.source", getattr(stream, moment), []
+
+    def files() -> dict[Path, tuple[int, int]]:
+        return {p: (p.stat().st_ino, p.stat().st_mtime_ns) for p in folder.iterdir()}
+
+    def with_another(*arguments: Any, **more: Any) -> Any:
+        if not seen:
+            seen.append(None)
+            monkeypatch.setattr(stream, moment, real)
+            before = files()
+            with pytest.raises(UsageError, match="another conversion is writing here"):
+                stream_checkpoint(REPO, None, folder)
+            seen.append({p: was for p, was in before.items() if p.suffix == ".json" and files()[p] != was})
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(stream, moment, with_another)
+    assert convert(out) == 0
+    assert seen == [None, {}]
+    assert tree(out) == whole
+
+
+def test_two_processes(checkpoint_there: Hub, tmp_path: Path) -> None:
+    supply = stream_checkpoint(REPO, None, tmp_path / ".out.source")
+    before = tree(supply.folder)
+    process = child(checkpoint_there, tmp_path / "home", "convert", REPO, "--no-keep", "--out", tmp_path / "out")
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "another conversion is writing here" in said.splitlines()[-1]
+    assert tree(supply.folder) == before
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_whole_shard_that_was_damaged_is_fetched_again(
+    checkpoint_there: Hub, small_checkpoint: Path, whole: dict[str, bytes], tmp_path: Path, watch: Watch
+) -> None:
+    """As by a loss of power: size, time and marker are right, the bytes are not."""
+    out, names = tmp_path / "out", shard_names(small_checkpoint)
+    folder = tmp_path / ".out.source"
+    supply = stream_checkpoint(REPO, None, folder)
+    for name in names[:-1]:
+        supply._bring(name, threading.Event())
+    supply.release()
+    for name in names[:-1]:
+        status = (folder / name).stat()
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[:-4000] + bytes(4000))
+        os.utime(folder / name, ns=(status.st_atime_ns, status.st_mtime_ns))
+    watch.brought.clear()
+    assert convert(out) == 0
+    assert sorted(watch.brought) == names
+    assert tree(out) == whole
+
+
+def test_the_marker_comes_after_the_bytes_are_durable(
+    checkpoint_there: Hub, small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, folder, synced = shard_names(small_checkpoint)[0], tmp_path / "folder", []
+    supply = stream_checkpoint(REPO, None, folder)
+    marked = (folder / stream.WHOLE / name).exists
+    monkeypatch.setattr("os.fsync", lambda fd: synced.append((os.fstat(fd).st_ino, marked())))
+    supply._bring(name, threading.Event())
+    assert marked()
+    assert ((folder / name).stat().st_ino, False) in synced
+    assert (folder.stat().st_ino, False) in synced[synced.index(((folder / name).stat().st_ino, False)) :]
+
+
+@pytest.mark.parametrize(
+    "planted", [".arriving", "config.json", "model-00001-of-00006.safetensors", ".whole/x", ".whole", "hard", "fifo"]
+)
+def test_what_leads_out_of_the_folder_is_refused(
+    planted: str, checkpoint_there: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, outside = tmp_path / ".out.source", tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("mine")
+    if planted == ".whole":
+        folder.mkdir()
+        (folder / planted).symlink_to(outside)
+    else:
+        (folder / ".whole").mkdir(parents=True)
+        if planted == "hard":
+            (folder / "config.json").hardlink_to(outside / "file")
+        elif planted == "fifo":
+            os.mkfifo(folder / "config.json")
+        else:
+            (folder / planted).symlink_to(outside / "new" if "." in planted[1:] else outside)
+    assert convert(tmp_path / "out") == 2
+    assert "in the way" in capsys.readouterr().err.splitlines()[-1]
+    assert tree(outside) == {"file": b"mine"}
+    assert not (tmp_path / "out").exists()
+
+
+def test_dot_files_of_a_repository_are_not_taken_for_notes(
+    hub: Hub, small_checkpoint: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    hub.add(REPO, {**tree(small_checkpoint), ".whole/x.json": b"{}", ".arriving/y.json": b"{}"})
+    folder = tmp_path / "folder"
+    stream_checkpoint(REPO, None, folder).release()
+    assert list((folder / ".whole").iterdir()) == list((folder / ".arriving").iterdir()) == []
