@@ -61,7 +61,8 @@ def open_staging(staging: Path, paths: Iterable[str]) -> None:
             shutil.rmtree(staging)
     staging.mkdir(exist_ok=True)
     for torn in staging.rglob("*.incomplete"):
-        torn.unlink()
+        if torn.is_file():  # a pack may have a folder of such a name
+            torn.unlink()
 
 
 def remember(staging: Path, remote: Remote) -> None:

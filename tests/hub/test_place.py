@@ -13,6 +13,7 @@ from hybrid_pack.cli.main import run
 from hybrid_pack.errors import EnvironmentFailure, HybridPackError, UsageError
 from hybrid_pack.hub import pull
 from hybrid_pack.hub.pull import STAGING
+from hybrid_pack.hub.staging import open_staging
 from hybrid_pack.io.manifest import MANIFEST
 from tests.hub.conftest import REPO, tree
 from tests.hub.server import Hub
@@ -159,3 +160,11 @@ def test_another_revision_is_not_gone_on_with(remote: Hub, good_pack: Path, tmp_
     new = remote.add(REPO, newer(good_pack))
     with pytest.raises(UsageError, match="another revision of it, is there"):
         pull(REPO, out, ranks=[RANK], revision=new)
+
+
+def test_a_folder_of_the_pack_that_says_incomplete(tmp_path: Path) -> None:
+    (tmp_path / "x.incomplete").mkdir()
+    (tmp_path / "x.incomplete" / "y").write_text("y")
+    (tmp_path / "z.incomplete").write_text("z")
+    open_staging(tmp_path, ["x.incomplete/y"])
+    assert tree(tmp_path) == {"x.incomplete/y": b"y"}
