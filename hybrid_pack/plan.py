@@ -36,8 +36,6 @@ BASE_FILE_BYTES = 5_000_000_000
 SMALL_FILE_LIMIT = 64 << 20
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx", ".partial")
 NOT_COPIED = frozenset({CONFIG, HF_QUANT_CONFIG, INDEX, MANIFEST, README.casefold(), STATE.removesuffix(".partial")})
-MAX_NAME_BYTES = 240
-"""File systems hold 255, and files are written under a longer name first."""
 SMALL_FOLDERS = ("additional_chat_templates",)
 SCALE_FORMATS: Mapping[str | None, KeptScaleFormat | None] = {"nvfp4": "e4m3_k16", "mxfp4": "e8m0_k32", None: None}
 
@@ -285,7 +283,7 @@ def small_files(root: Path) -> tuple[dict[str, Path], list[str]]:
                     notes.append(f"{name} is not copied: no regular file")
             elif path.stat().st_size > SMALL_FILE_LIMIT:
                 notes.append(f"{name} is not copied: {path.stat().st_size} bytes is no small file")
-            elif not is_pack_path(name) or name.casefold() == "experts" or len(path.name.encode()) > MAX_NAME_BYTES:
+            elif not is_pack_path(name) or name.casefold() == "experts":
                 notes.append(f"{name!r} is not copied: a pack cannot hold a file of that name")
             else:
                 found[name] = path
