@@ -92,7 +92,7 @@ def source_room(src: str, out: Path, plan: Plan, done: Collection[str], *, no_ke
         return None
     where = stream_folder(out) if no_keep else cache
     if no_keep:
-        held = sum(path.stat().st_blocks * 512 for path in where.glob("*.safetensors"))  # of a run that stopped
+        held = sum(path.lstat().st_blocks * 512 for path in where.glob("*.safetensors"))  # of a run that stopped
         missing = max(0, hub.window_bytes(plan, done) - held)
     shared = os.stat(existing(where)).st_dev == os.stat(existing(out.absolute())).st_dev  # noqa: PTH116
     return SourceRoom(where, missing, free_bytes(where), shared, no_keep)

@@ -27,7 +27,7 @@ from hybrid_pack.io.safetensors import TensorHeader, build_header
 from hybrid_pack.io.shards import INDEX, Located
 from hybrid_pack.layouts.shard import KeptScaleFormat, RankGeometry, ShardTensor, shard_path, shard_tensors
 from hybrid_pack.report.png import TIER_MAP, tier_map_png
-from hybrid_pack.schemas.manifest import FORMAT_VERSION, LAYOUT_ABI, is_pack_path
+from hybrid_pack.schemas.manifest import FORMAT_VERSION, LAYOUT_ABI, is_pack_path, path_key
 from hybrid_pack.sharding import Topology, padded_intermediate, require_legal
 
 BASE_FILE_BYTES = 5_000_000_000
@@ -262,12 +262,14 @@ def small_files(root: Path) -> tuple[dict[str, Path], list[str]]:
     """(tokenizer, licence, sidecars and the like: everything small that is no weight file; notes)."""
     found: dict[str, Path] = {}
     notes = []
+    taken = {*NOT_COPIED, "experts"}
     left = [p.name for p in sorted(root.iterdir()) if _stays_behind(p)]
     if left:
         notes.append(f"not copied: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}")
     for folder in (root, *(root / name for name in SMALL_FOLDERS)):
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             name = path.relative_to(root).as_posix()
+            key = path_key(name)
             if (
                 name.casefold() in NOT_COPIED
                 or path.name.startswith(".")
@@ -283,10 +285,11 @@ def small_files(root: Path) -> tuple[dict[str, Path], list[str]]:
                     notes.append(f"{name} is not copied: no regular file")
             elif path.stat().st_size > SMALL_FILE_LIMIT:
                 notes.append(f"{name} is not copied: {path.stat().st_size} bytes is no small file")
-            elif not is_pack_path(name) or name.casefold() == "experts":
+            elif not is_pack_path(name) or key in taken or key.startswith(".") or key.endswith(WEIGHT_SUFFIXES):
                 notes.append(f"{name!r} is not copied: a pack cannot hold a file of that name")
             else:
                 found[name] = path
+                taken.add(key)
                 if _leads_out(path, root):
                     notes.append(f"{name} is a link out of the source: what it leads to is copied")
     return found, notes

@@ -32,6 +32,11 @@ def is_pack_path(path: str) -> bool:
     return len(path) <= MAX_PATH_CHARS and unicodedata.normalize("NFC", path) == path
 
 
+def path_key(path: str) -> str:
+    """The same for paths that some file system takes for one."""
+    return unicodedata.normalize("NFKC", path).casefold()
+
+
 def _inside(path: str) -> str:
     """Nothing in a manifest leads outside its pack."""
     if not is_pack_path(path):
@@ -234,7 +239,7 @@ class Manifest(Strict):
         """No two files that one file system could take for the same."""
         seen: dict[str, str] = {}
         for path in self.paths():
-            key = unicodedata.normalize("NFKC", path).casefold()
+            key = path_key(path)
             if key in seen:
                 raise ValueError(f"two files with one name: {seen[key]} and {path}")
             seen[key] = path

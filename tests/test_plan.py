@@ -276,7 +276,8 @@ def test_small_files(checkpoint: Path) -> None:
     (checkpoint / "figures").mkdir()
     (checkpoint / "figures" / "a.png").write_text("x")
     (checkpoint / "gone.txt").symlink_to("nowhere")
-    (checkpoint / "a:b.txt").write_text("x")
+    for name in ("a:b.txt", "．hidden", "ｅxperts", "x．partial", "ＬICENSE"):
+        (checkpoint / name).write_text("x")
     (checkpoint / "calibration.json").touch()
     os.truncate(checkpoint / "calibration.json", (64 << 20) + 1)
     plan = plan_of(checkpoint)
@@ -286,6 +287,10 @@ def test_small_files(checkpoint: Path) -> None:
         "'a:b.txt' is not copied: a pack cannot hold a file of that name",
         "calibration.json is not copied: 67108865 bytes is no small file",
         "gone.txt is not copied: a link to a file that is not there",
+        *(
+            f"{name!r} is not copied: a pack cannot hold a file of that name"
+            for name in ("x．partial", "．hidden", "ＬICENSE", "ｅxperts")
+        ),
     ]
 
 

@@ -9,7 +9,7 @@ from hybrid_pack.io.config import CONFIG
 from hybrid_pack.io.manifest import README
 from hybrid_pack.io.output import write_small
 from hybrid_pack.plan import Plan
-from hybrid_pack.report.card import describes, is_ours, model_card
+from hybrid_pack.report.card import described, is_ours, model_card
 from hybrid_pack.report.data import make_view
 from hybrid_pack.report.frontmatter import Value, read_front_matter
 from hybrid_pack.schemas.manifest import Manifest
@@ -32,7 +32,7 @@ def _kept(path: Path, manifest: Manifest) -> str | None:
         card = path.read_bytes() if path.is_file() else b""
         if is_ours(card):
             return None
-        if describes(card, manifest) is False:
+        if described(card) not in (None, manifest.self_digest):
             return (
                 f"{README} was edited, so it is kept, but it describes another pack: the manifest it names is not this "
                 f"one's, {manifest.self_digest}. Delete it and convert again with --overwrite for a new one"

@@ -12,7 +12,7 @@ from hybrid_pack.hub.download import fetch_bytes
 from hybrid_pack.hub.listing import Remote, fetch_manifest, list_files
 from hybrid_pack.io.manifest import MANIFEST, README, decode_manifest
 from hybrid_pack.io.remote import RemoteFile
-from hybrid_pack.report.card import describes, is_ours
+from hybrid_pack.report.card import described, is_ours
 from hybrid_pack.schemas.manifest import Manifest
 
 _OF_A_PACK = ("experts/*", "model-*.safetensors")
@@ -173,9 +173,10 @@ def card_warning(root: Path, manifest: Manifest) -> str | None:
     path = root / README
     if not path.is_file():
         return f"{README} is missing: the repository will have no model card; convert --resume writes one"
-    if describes(path.read_bytes(), manifest) is not False:
+    named = described(path.read_bytes())
+    if named in (None, manifest.self_digest):
         return None
     return (
-        f"{README} is of another pack or an earlier one: it names another manifest than "
+        f"{README} is of another pack or an earlier one: it names the manifest {named}, which is not "
         f"{manifest.self_digest}; correct it, or remove it and run convert --resume"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import stat
-import unicodedata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from hybrid_pack.errors import DataError, EnvironmentFailure, HybridPackError, U
 from hybrid_pack.io.digest import blake3_digest, shard_digest
 from hybrid_pack.io.safetensors import build_header, parse_json
 from hybrid_pack.layouts.shard import RankGeometry, ShardTensor, shard_path, shard_tensors
-from hybrid_pack.schemas.manifest import FORMAT, FORMAT_VERSION, LAYOUT_ABI, Manifest, ShardEntry
+from hybrid_pack.schemas.manifest import FORMAT, FORMAT_VERSION, LAYOUT_ABI, Manifest, ShardEntry, path_key
 from hybrid_pack.sharding import Topology, tiles_for, why_not_ep, why_not_tp
 
 MANIFEST = "hybrid_pack.json"
@@ -278,8 +277,8 @@ def _check_files(manifest: Manifest, refuse: Any) -> None:
     for file in (*manifest.base.files, *manifest.files):
         if not file.digest.startswith("blake3:"):
             refuse(f"{file.path}: digest", "blake3", file.digest)
-        parts = _key(file.path).split("/")  # a file system may not tell HYBRID_PACK.json from the manifest
-        of_others = parts[0] in (_key(MANIFEST), _key(README), "experts") or parts[0].startswith(".")
+        parts = path_key(file.path).split("/")  # a file system may not tell HYBRID_PACK.json from the manifest
+        of_others = parts[0] in (path_key(MANIFEST), path_key(README), "experts") or parts[0].startswith(".")
         if of_others or any(part.endswith(".partial") for part in parts):
             wanted = "neither manifest, README.md, expert shard, dot file nor .partial, and nothing below one"
             refuse("a path that cannot be listed here", wanted, file.path)
@@ -294,14 +293,9 @@ def _check_files(manifest: Manifest, refuse: Any) -> None:
         refuse("base.index", BASE_INDEX, manifest.base.index)
 
 
-def _key(path: str) -> str:
-    """The same for paths that some file system takes for one."""
-    return unicodedata.normalize("NFKC", path).casefold()
-
-
 def _check_prefixes(manifest: Manifest, refuse: Any) -> None:
     """No file is where another needs a folder."""
-    files = {_key(path): path for path in manifest.paths()}
+    files = {path_key(path): path for path in manifest.paths()}
     for key, path in files.items():
         for i, character in enumerate(key):
             if character == "/" and key[:i] in files:

@@ -14,7 +14,6 @@ from hybrid_pack.report.data import TIERS, PackView, Tier
 from hybrid_pack.report.frontmatter import Value, as_list, write_front_matter
 from hybrid_pack.report.png import TIER_MAP
 from hybrid_pack.report.text import counted, plain, size
-from hybrid_pack.schemas.manifest import Manifest
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 LIBRARY = "hybrid-pack"
@@ -48,18 +47,14 @@ def is_ours(card: bytes) -> bool:
     return match is not None and match[1] == blake3_digest(text[: match.start()].encode())
 
 
-def describes(text: bytes, manifest: Manifest) -> bool | None:
-    """Whether a card, edited or not, names this manifest as the one of its pack.
+def described(text: bytes) -> str | None:
+    """The ``self_digest`` that a card, edited or not, names; None where it names none, or several.
 
     Args:
         text: Of a README.md.
-        manifest: Of the pack beside it.
-
-    Returns:
-        None where it names none, or several.
     """
     named = set(_DESCRIBED.findall(text.decode("utf-8", errors="replace")))
-    return named == {manifest.self_digest} if len(named) == 1 else None
+    return named.pop() if len(named) == 1 else None
 
 
 def marked(text: object) -> str:

@@ -14,7 +14,7 @@ from hybrid_pack.hub.pull import STAGING
 from tests.hub.conftest import REPO, child, tree
 from tests.hub.server import Hub
 
-SOON = 15
+SOON = 40
 """Seconds: start-up aside, far below what the Hub is silent for."""
 
 
