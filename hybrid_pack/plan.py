@@ -262,7 +262,7 @@ def small_files(root: Path) -> tuple[dict[str, Path], list[str]]:
     """(tokenizer, licence, sidecars and the like: everything small that is no weight file; notes)."""
     found: dict[str, Path] = {}
     notes = []
-    taken = {*NOT_COPIED, "experts"}
+    reserved = {*NOT_COPIED, "experts"}
     left = [p.name for p in sorted(root.iterdir()) if _stays_behind(p)]
     if left:
         notes.append(f"not copied: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}")
@@ -285,11 +285,10 @@ def small_files(root: Path) -> tuple[dict[str, Path], list[str]]:
                     notes.append(f"{name} is not copied: no regular file")
             elif path.stat().st_size > SMALL_FILE_LIMIT:
                 notes.append(f"{name} is not copied: {path.stat().st_size} bytes is no small file")
-            elif not is_pack_path(name) or key in taken or key.startswith(".") or key.endswith(WEIGHT_SUFFIXES):
+            elif not is_pack_path(name) or key in reserved or key.startswith(".") or key.endswith(WEIGHT_SUFFIXES):
                 notes.append(f"{name!r} is not copied: a pack cannot hold a file of that name")
             else:
                 found[name] = path
-                taken.add(key)
                 if _leads_out(path, root):
                     notes.append(f"{name} is a link out of the source: what it leads to is copied")
     return found, notes

@@ -276,7 +276,7 @@ def test_small_files(checkpoint: Path) -> None:
     (checkpoint / "figures").mkdir()
     (checkpoint / "figures" / "a.png").write_text("x")
     (checkpoint / "gone.txt").symlink_to("nowhere")
-    for name in ("a:b.txt", "．hidden", "ｅxperts", "x．partial", "ＬICENSE"):
+    for name in ("a:b.txt", "．hidden", "ｅxperts", "x．partial"):
         (checkpoint / name).write_text("x")
     (checkpoint / "calibration.json").touch()
     os.truncate(checkpoint / "calibration.json", (64 << 20) + 1)
@@ -289,7 +289,7 @@ def test_small_files(checkpoint: Path) -> None:
         "gone.txt is not copied: a link to a file that is not there",
         *(
             f"{name!r} is not copied: a pack cannot hold a file of that name"
-            for name in ("x．partial", "．hidden", "ＬICENSE", "ｅxperts")
+            for name in ("x．partial", "．hidden", "ｅxperts")
         ),
     ]
 
