@@ -28,19 +28,6 @@ BASE = "model-00001-of-00001.safetensors"
 LOST = [[SHARD], [BASE], ["LICENSE"], ["config.json"], [SHARD, BASE, "tokenizer.json"]]
 
 
-@pytest.fixture
-def copy(source: Path, tmp_path: Path) -> Path:
-    """A source of one's own."""
-    return Path(shutil.copytree(source, tmp_path / "source"))
-
-
-@pytest.fixture
-def finished(source: Path, tmp_path: Path) -> Path:
-    """A pack for tp 2."""
-    pack(source, tmp_path / "out", 2)
-    return tmp_path / "out"
-
-
 def remove(path: Path) -> None:
     path.unlink()
 
