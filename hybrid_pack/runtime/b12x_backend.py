@@ -20,11 +20,11 @@ SELF_TEST_LIMIT = 1e-2
 """Largest relative L2 distance to the torch backend; BF16 noise is 5e-3 or less (measured on an H200)."""
 
 _SELF_TEST_SIZES: dict[Tiles, tuple[int, int]] = {
-    (64, 256, 64, 256): (256, 256),
-    (64, 128, 64, 128): (256, 64),
-    (128, 64, 64, 128): (3584, 192),
+    (64, 256, 64, 256): (256, 512),
+    (64, 128, 64, 128): (256, 128),
+    (128, 64, 64, 128): (3584, 384),
 }
-"""(H, I) of the known problem for each set of tiles."""
+"""(H, rows of w13) of the known problem for each set of tiles; the last are of experts with a gate only."""
 
 
 def why_not(layer: PackedMoELayer) -> str | None:
@@ -43,24 +43,28 @@ def why_not(layer: PackedMoELayer) -> str | None:
         return "; ".join(problems)
     problem = b12x_probe.import_problem()
     if problem is None and b12x_probe.needs_self_test(layer.device):
-        problem = self_test(layer.device, layer.tiles, layer.geometry.kept_scale_format or "e4m3_k16")
+        problem = self_test(
+            layer.device, layer.tiles, layer.geometry.kept_scale_format or "e4m3_k16", layer.geometry.gated
+        )
     return problem
 
 
 @cache
-def self_test(device: torch.device, tiles: Tiles, kept_scale_format: str) -> str | None:
+def self_test(device: torch.device, tiles: Tiles, kept_scale_format: str, gated: bool = True) -> str | None:
     """Run a small known problem; None if b12x gives what the torch backend gives.
 
     Args:
         device: A CUDA device.
         tiles: Tiles to try.
         kept_scale_format: Of the kept experts.
+        gated: Whether experts have a gate.
     """
     major, minor = torch.cuda.get_device_capability(device)
     where = f"nobody has tried b12x {b12x_probe.VERSION} on compute capability {major}.{minor}, and its self-test"
-    hidden, intermediate = _SELF_TEST_SIZES[tiles]
+    hidden, rows = _SELF_TEST_SIZES[tiles]
     layer = random_layer(
-        hidden, intermediate, 8, (1, 4), (0, 2, 3, 5, 6, 7), device=device,
+        hidden, rows // (2 if gated else 1), 8, (1, 4), (0, 2, 3, 5, 6, 7), device=device,
+        activation="silu" if gated else "relu2",
         kept_scale_format="e4m3_k16" if kept_scale_format == "e4m3_k16" else "e8m0_k32",
     )  # fmt: skip
     generator = torch.Generator("cpu").manual_seed(1)
@@ -114,9 +118,12 @@ class B12xBackend:
         layer, runtime = self.layer, self.runtime
         tiers = [tier for tier in (layer.kept, layer.tail) if tier is not None]
         ids = [[] if tier is None else tier.expert_ids.tolist() for tier in (layer.kept, layer.tail)]
-        self.one_grid_problem = one_grid_problem(ids[0], ids[1], runtime.activation.limit)
+        self.one_grid_problem = one_grid_problem(
+            ids[0], ids[1], gated=runtime.key.gated, limit=runtime.activation.limit
+        )
         one_grid = self.one_grid_problem is None
-        self.tiers = [TierRunner(layer, tier, runtime, decode=not one_grid) for tier in tiers]
+        decode = runtime.has_decode and not one_grid
+        self.tiers = [TierRunner(layer, tier, runtime, decode=decode) for tier in tiers]
         self.one_grid = OneGrid(layer, self.tiers[0].bundle, self.tiers[1].bundle, runtime) if one_grid else None
         if len(self.tiers) == 2 and (runtime.has_prefill or not one_grid):
             runtime.require_second_output()

@@ -39,7 +39,7 @@ def check_tensors(layer: PackedMoELayer) -> None:
         UsageError: A tensor of another shape, dtype, device or alignment, or tiers that share an expert.
     """
     geometry = layer.geometry
-    rank = RankGeometry(geometry.hidden_size, geometry.intermediate_size, layer.tiles)
+    rank = RankGeometry(geometry.hidden_size, geometry.intermediate_size, layer.tiles, geometry.gated)
     where = f"layer {layer.layer} rank {layer.rank}"
     counts = [0 if tier is None else int(tier.expert_ids.numel()) for tier in (layer.kept, layer.tail)]
     for spec in shard_tensors(rank, counts[0], counts[1], geometry.kept_scale_format):  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ def bundle(layer: PackedMoELayer, tier: TierWeights, runtime: MoERuntime) -> Any
         "hidden_size": geometry.hidden_size,
         "intermediate_size": geometry.intermediate_size,
         "num_experts": int(tier.expert_ids.numel()),
-        "is_gated": True,
+        "is_gated": geometry.gated,
         "params_dtype": torch.bfloat16,
     }
     if tier is layer.tail:
@@ -132,13 +132,13 @@ class OneGrid:
         self._grids = [
             kernel._w4a16_fused_persistent_grid_x(
                 fused=self._launch, m=tokens, topk=key.top_k, intermediate_size=key.intermediate_size,
-                activation="silu", direct_topk_routes=True, sms=runtime.sms,
+                activation=runtime.activation.name, direct_topk_routes=True, sms=runtime.sms,
             )
             for tokens in range(1, DECODE_TOKENS + 1)
         ]  # fmt: skip
         rows, scratch = DECODE_TOKENS * key.top_k, runtime.scratch
         elements = kernel.packed_gemm_scratch_elements(
-            size_n=max(2 * key.intermediate_size, key.hidden_size), route_slots=rows, moe_block_size=DECODE_BLOCK,
+            size_n=max(key.w13_rows, key.hidden_size), route_slots=rows, moe_block_size=DECODE_BLOCK,
             sms=runtime.sms,
         )  # fmt: skip
         self._weights = [
@@ -149,7 +149,7 @@ class OneGrid:
                 tier.w2_scale.view(torch.int32).view(-1), tier.w13_global_scale, tier.w2_global_scale,
             )
         ]  # fmt: skip
-        self._fc1 = scratch.cache13[: rows * 2 * key.intermediate_size]
+        self._fc1 = scratch.cache13[: rows * key.w13_rows]
         self._activated = scratch.cache2[: rows * key.intermediate_size]
         self._tail_arguments = (scratch.fc1_c_tmp[:elements], scratch.fc2_c_tmp[:elements], scratch.workspace)
 
@@ -163,7 +163,7 @@ class OneGrid:
             tier0_num_experts=self._kept.num_experts,
             tier1_num_experts=self._tail.num_experts,
             top_k=key.top_k,
-            activation="silu",
+            activation=runtime.activation.name,
             map_slots=int(self.tier_map.numel()),
             moe_block_size=DECODE_BLOCK,
             element_dtype="bf16",
@@ -202,16 +202,19 @@ class OneGrid:
         )
 
 
-def one_grid_problem(kept: Sequence[int], tail: Sequence[int], limit: float | None) -> str | None:
+def one_grid_problem(kept: Sequence[int], tail: Sequence[int], *, gated: bool, limit: float | None) -> str | None:
     """Why the one-grid kernel cannot run a layer, or None if it can.
 
     Args:
         kept: Global ids of the kept experts.
         tail: Global ids of the tail experts.
+        gated: Whether experts have a gate.
         limit: Of the activation, if it has one.
     """
     if not kept or not tail:
         return "it needs experts of both tiers"
+    if not gated:
+        return "it takes only experts with a gate (compile_w4a16_fused_moe_hybrid)"
     if max(len(kept), len(tail)) > ONE_GRID_EXPERTS:
         return f"it takes at most {ONE_GRID_EXPERTS} experts a tier"
     if limit is not None:

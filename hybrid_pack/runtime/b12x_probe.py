@@ -18,9 +18,10 @@ from types import ModuleType
 import torch
 
 from hybrid_pack.formats.nf3 import DEFAULT_LEVELS
-from hybrid_pack.runtime.activation import GatedSilu, parse_activation
+from hybrid_pack.runtime.activation import SUPPORTED
+from hybrid_pack.runtime.b12x_activation import kernel_activation
 from hybrid_pack.runtime.layer import LayerGeometry
-from hybrid_pack.runtime.torch_backend import BIASES
+from hybrid_pack.runtime.torch_backend import BIASES, gate_problem
 from hybrid_pack.sharding import Tiles, tiles_for
 
 VERSION = "1.1.0"
@@ -153,8 +154,10 @@ def layer_problems(geometry: LayerGeometry, tiles: Tiles, *, kept: bool, tail: b
         # The bytes do not show which tiles they are laid out for, and wrong ones give garbage.
         sizes = f"hidden size {geometry.hidden_size} and {geometry.intermediate_size} intermediate rows"
         problems.append(f"the layer says tiles {tiles}, but {sizes} are packed for {right or 'none that b12x has'}")
-    if not isinstance(parse_activation(geometry.activation), GatedSilu):
-        problems.append(f"the activation {geometry.activation!r} is not run by b12x here, only silu and silu(limit=L)")
+    if kernel_activation(geometry.activation) is None:
+        problems.append(f"the activation {geometry.activation!r} is not run by b12x here, only {SUPPORTED}")
+    elif (problem := gate_problem(geometry)) is not None:
+        problems.append(problem)
     if geometry.expert_biases:
         problems.append(BIASES)
     if kept and geometry.kept_scale_format not in SCALE_FORMATS:

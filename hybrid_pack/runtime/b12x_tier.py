@@ -1,4 +1,11 @@
-"""The experts of one tier by a launch of their own: for few tokens where one grid cannot run both, else for many."""
+"""The experts of one tier by a launch of their own: for few tokens where one grid cannot run both, else for many.
+
+Experts without a gate take the route-packed launch for any number of tokens, since b12x 1.1.0 has no other that is
+right for them. ``run_w4a16_moe`` makes the decode launch with its sum of a token's routes (``tc_decode_fused_sum``) for
+experts with a gate only. The launch without that sum it does make, but where that reads ids through an expert map, the
+kernel's FC1 writes to ``fc1_bf16_flat`` (``fc1_emit_tile``), and its FC2 reads ``activated_bf16_flat``, to which FC1
+without a gate writes everywhere else (``_moe_body``): nothing has written there.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +34,8 @@ class TierRunner:
             layer: The layer.
             tier: One of its tiers.
             runtime: Shared scratch.
-            decode: Whether calls of few tokens come here, too, and not to a ``OneGrid``.
+            decode: Whether calls of few tokens have a decode launch here: they do not come to a ``OneGrid``, and the
+                runtime has decode launches.
         """
         self._runtime = runtime
         self.bundle = bundle(layer, tier, runtime)
@@ -56,8 +64,8 @@ class TierRunner:
             self._launches[runtime.prefill_of(tokens)](x, weights, ids, out, stream)
             return
         runtime.kernel.run_w4a16_moe(
-            x, self.bundle, weights, ids, output=out, fused_launch=self._decode, activation="silu",
-            expert_map=self.expert_map, swiglu_limit=runtime.activation.limit, **runtime.scratch.gemm,
+            x, self.bundle, weights, ids, output=out, fused_launch=self._decode,
+            expert_map=self.expert_map, **runtime.activation.arguments, **runtime.scratch.gemm,
         )  # fmt: skip
 
 
@@ -89,16 +97,17 @@ class _Prefill:
             pointer(f32, weights.w13_global_scale), pointer(f32, weights.w2_global_scale),
         ]  # fmt: skip
         self._no_amax = weights.w13_global_scale
-        # FC2 writes where FC1 wrote, since only the activated result is read in between.
-        self._fc1 = scratch.cache13[: rows * 2 * key.intermediate_size]
+        # FC2 writes where FC1 wrote, since only the activated result is read in between. Without a gate FC1 writes just
+        # that, and nothing to fc1.
+        self._fc1 = scratch.cache13[: rows * key.w13_rows]
         self._activated = scratch.cache2[: rows * key.intermediate_size]
         self._fc2 = scratch.cache13[: rows * key.hidden_size]
         self._fc2_pointer = pointer(bf16, self._fc2)
         self._no_rotation = pointer(f16, kernel._rot_scales_dummy(key.device))
         self._experts, self._none = kernel.Int32(weights.num_experts), kernel.Int32(0)
         self._grid = kernel._w4a16_fused_persistent_grid_x(
-            fused=launch, m=1, topk=key.top_k, intermediate_size=key.intermediate_size, activation="silu",
-            direct_topk_routes=False, sms=runtime.sms,
+            fused=launch, m=1, topk=key.top_k, intermediate_size=key.intermediate_size,
+            activation=runtime.activation.name, direct_topk_routes=False, sms=runtime.sms,
         )  # fmt: skip
 
     def __call__(
@@ -116,7 +125,7 @@ class _Prefill:
             rows, rows, rows, *self._weights, self._fc1, self._activated, self._fc2, *self._scales,
             routes, blocks, count, self._no_amax, 0,
             make(cutlass.Float32, weights.data_ptr(), gmem, assumed_align=4),
-            scratch.fc1_c_tmp[: self._partials(2 * self._runtime.key.intermediate_size, slots)],
+            scratch.fc1_c_tmp[: self._partials(self._runtime.key.w13_rows, slots)],
             scratch.fc2_c_tmp[: self._partials(self._runtime.key.hidden_size, slots)],
             scratch.workspace, self._no_rotation, self._no_rotation, self._no_rotation,
             make(cutlass.Int32, routes.data_ptr(), gmem, assumed_align=4),

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from hybrid_pack.errors import UsageError
-from hybrid_pack.runtime.activation import GatedSilu, parse_activation
+from hybrid_pack.io.config import is_gated
+from hybrid_pack.runtime.b12x_activation import kernel_activation
 from hybrid_pack.runtime.b12x_probe import kernels
 from hybrid_pack.runtime.layer import PackedMoELayer
 from hybrid_pack.runtime.outputs import OutputPool
@@ -60,6 +61,16 @@ class RuntimeKey:
             geometry.hidden_size, geometry.intermediate_size, geometry.num_experts, top_k, layer.tiles,
             geometry.activation, layer.device,
         )  # fmt: skip
+
+    @property
+    def gated(self) -> bool:
+        """Whether experts have a gate."""
+        return is_gated(self.activation)
+
+    @property
+    def w13_rows(self) -> int:
+        """Rows of w13, b12x's ``fc1_cols``: 2 I, or I without a gate."""
+        return (2 if self.gated else 1) * self.intermediate_size
 
 
 @dataclass
@@ -119,8 +130,8 @@ class MoERuntime:
         """
         self.key, self.max_tokens, self.route_blocks = key, max_tokens, route_blocks
         self.kernel, self.prepare = kernels()
-        activation = parse_activation(key.activation)
-        assert isinstance(activation, GatedSilu), "why_not was asked before"
+        activation = kernel_activation(key.activation)
+        assert activation is not None, "why_not was asked before"
         self.activation = activation
         properties = torch.cuda.get_device_properties(key.device)
         self.sms = int(properties.multi_processor_count)
@@ -143,9 +154,14 @@ class MoERuntime:
             self._stream = torch.cuda.current_stream(key.device)
 
     @property
+    def has_decode(self) -> bool:
+        """Whether calls of few tokens have kernels of their own; experts without a gate have none (``b12x_tier``)."""
+        return self.key.gated
+
+    @property
     def has_prefill(self) -> bool:
-        """Whether calls can have more tokens than the decode kernels take."""
-        return self.max_tokens > DECODE_TOKENS
+        """Whether calls can come to the route-packed launches: those of more tokens than the decode kernels take."""
+        return self.max_tokens > DECODE_TOKENS or not self.has_decode
 
     @property
     def nbytes(self) -> int:
@@ -160,7 +176,7 @@ class MoERuntime:
         that capacity (``route_pack_capacity(bucket_tokens=False)``). At least 16, also because a launch compiled for
         one token takes one row of each expert, and drops an expert named twice (``single_token_route_fast_path``).
         """
-        widest = self.key.top_k * max(self.key.hidden_size, 2 * self.key.intermediate_size)
+        widest = self.key.top_k * max(self.key.hidden_size, self.key.w13_rows)
         chunk = _power_of_two(max(min(self.max_tokens, largest), 16))
         while chunk > 16 and chunk * widest >= _INDEX_LIMIT:
             chunk //= 2
@@ -173,7 +189,7 @@ class MoERuntime:
         elements = self.sms * _SCRATCH_WIDTH * max(block, 2 * DECODE_BLOCK)
         bf16, f32, i32 = torch.bfloat16, torch.float32, torch.int32
         return Scratch(
-            cache13=torch.empty(rows * max(2 * key.intermediate_size, key.hidden_size), dtype=bf16, device=device),
+            cache13=torch.empty(rows * max(key.w13_rows, key.hidden_size), dtype=bf16, device=device),
             cache2=torch.empty(rows * key.intermediate_size, dtype=bf16, device=device),
             fc1_c_tmp=torch.empty(elements, dtype=f32, device=device),
             fc2_c_tmp=torch.empty(elements, dtype=f32, device=device),
@@ -217,19 +233,26 @@ class MoERuntime:
         """Let Triton compile b12x's route packing for every call there can be.
 
         A kernel is compiled for each power of two of tokens and each block size, and by Triton itself anew where the
-        number of routes is or is not a multiple of 16; that must not happen while a graph is captured.
+        number of routes is or is not a multiple of 16, or is 1; that must not happen while a graph is captured.
         """
         key, ids = self.key, self.scratch.ids
         expert_map = torch.full((key.num_experts,), -1, dtype=torch.int32, device=key.device)
+
+        def pack(tokens: int, block: int) -> None:
+            self.kernel.pack_topk_routes_by_expert(
+                ids[: tokens * key.top_k].view(tokens, key.top_k), block, key.num_experts, expert_map=expert_map,
+                **self.routes,
+            )  # fmt: skip
+
+        if not self.has_decode:
+            for tokens in range(1, min(DECODE_TOKENS, self.max_tokens) + 1):
+                pack(tokens, self.route_blocks[self.prefill_of(tokens)][1])
         smallest = 1
         for capacity, block in self.prefill_sizes():
             bucket = max(2 * DECODE_TOKENS, _power_of_two(smallest))
             while bucket <= capacity:
                 for tokens in (bucket, bucket - 1):
-                    self.kernel.pack_topk_routes_by_expert(
-                        ids[: tokens * key.top_k].view(tokens, key.top_k), block, key.num_experts,
-                        expert_map=expert_map, **self.routes,
-                    )  # fmt: skip
+                    pack(tokens, block)
                 bucket *= 2
             smallest = capacity // 2 + 1  # a call just above the last bound falls into the same bucket as that bound
 
@@ -273,7 +296,7 @@ class MoERuntime:
                 intermediate_size=self.key.intermediate_size,
                 num_experts=experts,
                 top_k=self.key.top_k,
-                activation="silu",
+                **self.activation.arguments,
                 apply_router_weight_on_input=False,
                 zero_fc2_output=not decode,  # what run_w4a16_moe asks of a launch with an expert map
                 moe_block_size=block,
@@ -282,7 +305,6 @@ class MoERuntime:
                 fast_math=True,
                 sms=self.sms,
                 max_shared_mem=self.shared_memory,
-                swiglu_limit=self.activation.limit,
                 weight_layout=name,
                 scale_format=scale_format,
                 w13_layout="packed",

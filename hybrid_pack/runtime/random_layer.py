@@ -12,6 +12,7 @@ import torch
 
 from hybrid_pack.errors import UsageError
 from hybrid_pack.formats.nf3 import DEFAULT_LEVELS
+from hybrid_pack.io.config import is_gated
 from hybrid_pack.layouts.scale_bytes import DEVICE_VALUES, NF3_GLOBAL_SCALE, NVFP4_VALUE_EXPONENT
 from hybrid_pack.layouts.shard import KeptScaleFormat, RankGeometry, Tier, shard_tensors
 from hybrid_pack.runtime.layer import LayerGeometry, PackedMoELayer, TierWeights
@@ -46,18 +47,19 @@ def random_layer(
         tail_ids: Global ids of the NF3 experts, ascending.
         top_k: Experts a token visits.
         kept_scale_format: ``e4m3_k16`` (NVFP4) or ``e8m0_k32`` (MXFP4).
-        activation: As a manifest names it.
+        activation: As a manifest names it; it tells whether the experts have a gate.
         device: Where to make it.
         seed: Same seed and device, same bytes.
 
     Raises:
         UsageError: b12x has no tiles for these sizes.
     """
-    tiles = tiles_for(hidden, intermediate)
+    gated = is_gated(activation)
+    tiles = tiles_for(hidden, intermediate, gated)
     if tiles is None:
         raise UsageError("no kernel tiles fit", found=f"hidden size {hidden}, intermediate size {intermediate}")
     generator = torch.Generator(device).manual_seed(seed)
-    geometry = RankGeometry(hidden, intermediate, tiles)
+    geometry = RankGeometry(hidden, intermediate, tiles, gated)
     tensors: dict[str, torch.Tensor] = {}
     for spec in shard_tensors(geometry, len(kept_ids), len(tail_ids), kept_scale_format):
         tier, _, field = spec.name.partition(".")
@@ -91,6 +93,7 @@ def random_layer(
             kept_scale_format=kept_scale_format if kept_ids else None,
             nf3_levels=DEFAULT_LEVELS,
             activation=activation,
+            gated=gated,
         ),
         tiles=tiles,
     )

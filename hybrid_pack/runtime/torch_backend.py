@@ -17,12 +17,16 @@ def why_not(layer: PackedMoELayer) -> str | None:
 
 def why_not_geometry(geometry: LayerGeometry) -> str | None:
     """Why experts cannot be run, or None if they can."""
-    found, name = parse_activation(geometry.activation), geometry.activation
-    if found is None:
-        return f"the activation {name!r} is not supported, only {SUPPORTED}"
-    if isinstance(found, Relu2) == geometry.gated:
-        return f"the activation {name!r} is of experts with{'out' if geometry.gated else ''} a gate"
-    return BIASES if geometry.expert_biases else None
+    if parse_activation(geometry.activation) is None:
+        return f"the activation {geometry.activation!r} is not supported, only {SUPPORTED}"
+    return gate_problem(geometry) or (BIASES if geometry.expert_biases else None)
+
+
+def gate_problem(geometry: LayerGeometry) -> str | None:
+    """What is wrong where experts have a gate and a known activation has none, or the other way around; else None."""
+    if isinstance(parse_activation(geometry.activation), Relu2) != geometry.gated:
+        return None
+    return f"the activation {geometry.activation!r} is of experts with{'out' if geometry.gated else ''} a gate"
 
 
 class TorchBackend:

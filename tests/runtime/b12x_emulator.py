@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from hybrid_pack.runtime import PackedMoELayer, TierWeights, b12x_backend, b12x_probe, moe_runtime
-from hybrid_pack.runtime.activation import GatedSilu
+from hybrid_pack.runtime.activation import GatedSilu, Relu2, SwigluOai
 from hybrid_pack.runtime.b12x_launch import check_tensors
 
 CUDA = torch.device("cuda", 0)
@@ -132,10 +132,21 @@ class Gpu:
 
     def expert(self, kernel: Any, w13: int, row: int, x: torch.Tensor) -> torch.Tensor:
         """f32 [H] of one token x f32 [H]."""
-        activation = GatedSilu(kernel.swiglu_limit if kernel.has_swiglu_limit else None)
         gate_up, down = self.weights(w13, row)
-        gate, up = (gate_up @ x).chunk(2)
-        return down @ activation(gate, up) * self.bend
+        assert len(gate_up) == kernel.fc1_cols == kernel.fc1.size_n
+        inner = gate_up @ x
+        if kernel.activation == "relu2":
+            assert not kernel.activation_is_gated and kernel.fc1.epilogue_relu2
+            return down @ Relu2()(inner) * self.bend
+        assert kernel.activation_is_gated and not kernel.fc1.epilogue_relu2
+        activation: GatedSilu | SwigluOai
+        if kernel.activation == "swigluoai_uninterleave":
+            assert kernel.swiglu_beta == 1 and kernel.has_swiglu_limit
+            activation = SwigluOai(kernel.swiglu_alpha, kernel.swiglu_limit)
+        else:
+            assert kernel.activation == "silu"
+            activation = GatedSilu(kernel.swiglu_limit if kernel.has_swiglu_limit else None)
+        return down @ activation(*inner.chunk(2)) * self.bend
 
 
 class Compiled:
@@ -187,13 +198,16 @@ class Compiled:
         given.x = at(given.a, torch.bfloat16, given.m * kernel.hidden_size).view(given.m, -1).float()
         given.w = at(given.weights, torch.float32, given.m * kernel.top_k)
         given.address = int(given.w13._pointer)
-        assert int(given.stream) == self.gpu.stream.cuda_stream and kernel.activation == "silu"
+        assert int(given.stream) == self.gpu.stream.cuda_stream
+        rows, rest = divmod(given.activated.numel(), kernel.intermediate_size)
+        assert rest == 0 and rows >= given.m * kernel.top_k and given.fc1.numel() == rows * kernel.fc1_cols
         return given
 
     def _decode(self, *arguments: Any) -> None:
         self.gpu.launches.append("decode")
         given, kernel = self._operands(arguments), self.kernel
         assert kernel.use_expert_map and kernel.tc_decode_fused_sum and given.m <= 8
+        assert kernel.activation_is_gated, "without a gate FC1 writes elsewhere than FC2 reads"
         table = at(given.map, torch.int32, int(given.route_experts.value))
         y = torch.zeros(given.m, kernel.hidden_size)
         for route, expert in enumerate(given.routes.tolist()):
@@ -207,6 +221,9 @@ class Compiled:
         self.gpu.launches.append("prefill")
         given, kernel = self._operands(arguments), self.kernel
         block, live = kernel.moe_block_size, given.m * kernel.top_k
+        for scratch, columns in ((given.fc1_tmp, kernel.fc1_cols), (given.fc2_tmp, kernel.hidden_size)):
+            tiles = min(columns * given.routes.numel(), SMS * 4 * block * 256)
+            assert scratch.numel() == tiles * (2 if block == 8 else 1)
         assert kernel.zero_fc2_output and kernel.size_m >= given.m
         assert not kernel.fc1.single_token_route_fast_path
         fc2 = given.fc2.as_subclass(torch.Tensor)

@@ -11,7 +11,16 @@ import torch
 
 from benchmarks.b12x_calls import plain_call
 from hybrid_pack import EnvironmentFailure, UsageError
-from hybrid_pack.runtime import Accepted, HybridMoE, MoERuntime, PackedMoELayer, Rejected, b12x_backend, moe_runtime
+from hybrid_pack.runtime import (
+    Accepted,
+    HybridMoE,
+    MoERuntime,
+    PackedMoELayer,
+    Rejected,
+    b12x_backend,
+    b12x_probe,
+    moe_runtime,
+)
 from hybrid_pack.runtime.b12x_backend import B12xBackend
 from hybrid_pack.runtime.moe_runtime import RuntimeKey
 from hybrid_pack.runtime.random_layer import random_layer
@@ -29,6 +38,8 @@ TOP_K = 3
 LIMIT = 6e-3  # BF16 rounding of each route's result, of each tier's sum and of their sum
 
 ONE_GRID, PREFILL = ["one grid"], ["prefill", "sum"]
+NO_GATE = {"activation": "relu2"}
+OAI = "swigluoai(alpha=1.702, limit=0.7)"
 
 
 @pytest.fixture
@@ -72,6 +83,14 @@ CASES = {
     "an expert-parallel rank": ((4, 7), (5, 6), {}, ONE_GRID, 2 * PREFILL),
     "a rank with kept only": ((4, 5), (), {}, ["decode"], PREFILL),
     "clamped": (KEPT, TAIL, {"activation": "silu(limit=0.5)"}, ["decode", "decode"], 2 * PREFILL),
+    "gpt-oss's": (KEPT, TAIL, {"activation": OAI}, ["decode", "decode"], 2 * PREFILL),
+    "no gate": (KEPT, TAIL, {**NO_GATE, "intermediate": 256}, 2 * PREFILL, 2 * PREFILL),
+    "no gate, narrow tiles": (KEPT, TAIL, NO_GATE, 2 * PREFILL, 2 * PREFILL),
+    "no gate, mxfp4": (KEPT, TAIL, {**NO_GATE, "kept_scale_format": "e8m0_k32"}, 2 * PREFILL, 2 * PREFILL),
+    "no gate, an odd number of tiles": (KEPT, TAIL, {**NO_GATE, "intermediate": 384}, 2 * PREFILL, 2 * PREFILL),
+    "no gate, all kept": (tuple(range(E)), (), NO_GATE, PREFILL, PREFILL),
+    "no gate, all tail": ((), tuple(range(E)), NO_GATE, PREFILL, PREFILL),
+    "no gate, an expert-parallel rank": ((4, 7), (5, 6), NO_GATE, 2 * PREFILL, 2 * PREFILL),
 }
 
 
@@ -107,8 +126,9 @@ def test_any_top_k(gpu: Gpu, top_k: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 9, 12])
-def test_ids_that_are_not_run(gpu: Gpu, tokens: int) -> None:
-    layer = layer_of((4, 7), (5, 6))
+@pytest.mark.parametrize("options", [{}, NO_GATE], ids=str)
+def test_ids_that_are_not_run(gpu: Gpu, tokens: int, options: dict[str, Any]) -> None:
+    layer = layer_of((4, 7), (5, 6), **options)
     moe = HybridMoE(gpu.place(layer), TOP_K, max_tokens=16)
     x, weights, ids = given(tokens)
     ids[:] = torch.tensor([-1, 2, -7], dtype=torch.int32)  # none, another rank's, nonsense
@@ -122,10 +142,11 @@ def test_ids_that_are_not_run(gpu: Gpu, tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize("max_tokens", [1, 9])
-def test_an_expert_named_twice_counts_twice(gpu: Gpu, tokens: int, max_tokens: int) -> None:
+@pytest.mark.parametrize("options", [{}, NO_GATE], ids=str)
+def test_an_expert_named_twice_counts_twice(gpu: Gpu, tokens: int, max_tokens: int, options: dict[str, Any]) -> None:
     if tokens > max_tokens:
         return
-    layer = layer_of()
+    layer = layer_of(**options)
     moe = HybridMoE(gpu.place(layer), TOP_K, max_tokens)
     x, weights, ids = given(tokens)
     ids[:] = torch.tensor([4, 4, 2], dtype=torch.int32)
@@ -145,11 +166,12 @@ def test_more_tokens_than_a_chunk(gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "top_k"), [(70, 3), (64, 8), (33, 16), (5, 1), (17, 5)])
-@pytest.mark.parametrize("blocks", [moe_runtime.ROUTE_BLOCKS, ((20, 8), (1 << 30, 64))])
+@pytest.mark.parametrize("blocks", [moe_runtime.ROUTE_BLOCKS, ((20, 8), (1 << 30, 64)), ((3, 8), (1 << 30, 32))])
+@pytest.mark.parametrize("options", [{}, NO_GATE], ids=str)
 def test_nothing_is_compiled_by_a_call(
-    gpu: Gpu, max_tokens: int, top_k: int, blocks: tuple[tuple[int, int], ...]
+    gpu: Gpu, max_tokens: int, top_k: int, blocks: tuple[tuple[int, int], ...], options: dict[str, Any]
 ) -> None:
-    layer = gpu.place(layer_of())
+    layer = gpu.place(layer_of(**options))
     runtime = MoERuntime(RuntimeKey.of(layer, top_k), max_tokens, route_blocks=blocks)
     moe = HybridMoE(layer, top_k, max_tokens, runtime=runtime)
     before = list(gpu.compiled), set(gpu.triton)
@@ -184,13 +206,17 @@ def comparable(argument: Any) -> object:
     return int(getattr(argument, "value", argument)), type(argument).__name__
 
 
-@pytest.mark.parametrize("options", [{}, {"kept_scale_format": "e8m0_k32"}, {"activation": "silu(limit=0.5)"}], ids=str)
+OTHERS = [{"kept_scale_format": "e8m0_k32"}, {"activation": "silu(limit=0.5)"}, {"activation": OAI}, NO_GATE]
+
+
+@pytest.mark.parametrize("options", [{}, *OTHERS, {**NO_GATE, "intermediate": 384}], ids=str)
 def test_launches_are_b12x_s_own(gpu: Gpu, options: dict[str, Any]) -> None:
     """The same compiled kernels, in the same order, with the same arguments, as b12x's public functions give them."""
     placed = gpu.place(layer_of(**options))
     runtime = MoERuntime(RuntimeKey.of(placed, TOP_K), 100, route_blocks=((20, 8), (40, 32), (1 << 30, 64)))
     backend = B12xBackend(placed, TOP_K, 100, runtime)
-    first = 1 if backend.one_grid is not None else 9
+    first = 9 if backend.one_grid is None and backend.runtime.has_decode else 1
+    assert (backend.one_grid_problem is None) == ("activation" not in options)
     for tokens in (*range(first, 10), 16, 17, 20, 21, 32, 33, 40, 41, 64, 65, 100):
         x, weights, ids, out = map(to_gpu, (*given(tokens), torch.empty(tokens, H, dtype=torch.bfloat16)))
         ways = []
@@ -198,7 +224,7 @@ def test_launches_are_b12x_s_own(gpu: Gpu, options: dict[str, Any]) -> None:
             gpu.calls.clear()
             call()
             ways.append([(id(kernel), *map(comparable, arguments)) for kernel, arguments in gpu.calls])
-        assert ways[0] == ways[1] and len(ways[0]) == (1 if tokens <= 8 else 4)
+        assert ways[0] == ways[1] and len(ways[0]) == (1 if tokens <= 8 and backend.one_grid else 4)
 
 
 def test_the_one_grid_code_is_not_that_of_another_split(gpu: Gpu) -> None:
@@ -209,6 +235,34 @@ def test_the_one_grid_code_is_not_that_of_another_split(gpu: Gpu) -> None:
         moe = HybridMoE(gpu.place(layer), TOP_K, 8)
         assert_right(layer, run(moe, arguments), arguments)
     assert sum("hybrid" in key for key in gpu.compiled) == 3
+
+
+def test_code_with_and_without_a_gate_is_told_apart(gpu: Gpu) -> None:
+    """By b12x's keys of compiled code, also those on disk: for the same H and I, and the same rows of w13."""
+    for options in ({"intermediate": 256}, {**NO_GATE, "intermediate": 256}, {**NO_GATE, "intermediate": 512}):
+        layer = layer_of(**options)
+        moe = HybridMoE(gpu.place(layer), TOP_K, 16)
+        arguments = given(16)
+        assert_right(layer, run(moe, arguments), arguments)
+    fused = [key for key in gpu.compiled if "w4a16_fused_moe" in key and "hybrid" not in key]
+    assert len(fused) == len(set(fused)) == 3 * 2
+    assert [("relu2" in key) for key in fused] == 2 * [False] + 4 * [True]
+
+
+def test_why_there_is_no_one_grid(gpu: Gpu) -> None:
+    problems = {
+        "experts of both tiers": layer_of((), tuple(range(E)), **NO_GATE),
+        "only experts with a gate": layer_of(**NO_GATE),
+        "no swiglu_limit": layer_of(activation=OAI),
+    }
+    for problem, layer in problems.items():
+        assert problem in str(B12xBackend(gpu.place(layer), TOP_K, 8).one_grid_problem)
+    b12x, _ = b12x_probe.kernels()
+    with pytest.raises(ValueError, match="hybrid W4A16 requires a gated activation"):
+        b12x.compile_w4a16_fused_moe_hybrid(
+            size_m=8, hidden_size=H, intermediate_size=INNER, tier0_num_experts=2, tier1_num_experts=6, top_k=TOP_K,
+            activation="relu2", map_slots=E, sms=4, max_shared_mem=232_448, force_tile_config=(64, 128, 64, 128),
+        )  # fmt: skip
 
 
 def test_layers_share_a_runtime(gpu: Gpu) -> None:
@@ -332,11 +386,19 @@ def test_layers_the_kernels_do_not_take(gpu: Gpu) -> None:
         with pytest.warns(RuntimeWarning, match="slow torch backend"):
             moe = HybridMoE(bad, TOP_K, 16)
         assert moe.backend == "torch" and isinstance(moe.choices[0], Rejected)
+    no_gate = gpu.place(layer_of(**NO_GATE))
+    for reason, bad in {
+        "'silu' is of experts with a gate": replace(no_gate, geometry=replace(no_gate.geometry, activation="silu")),
+        "'relu2' is of experts without a gate": replace(layer, geometry=replace(layer.geometry, activation="relu2")),
+        "'gelu' is not run by b12x": replace(layer, geometry=replace(layer.geometry, activation="gelu")),
+    }.items():
+        with pytest.raises(EnvironmentFailure, match=f"^layer 0 rank 0: the backend 'b12x' .*{reason}"):
+            HybridMoE(bad, TOP_K, 16, backend="b12x")
     kept_only = gpu.place(layer_of(tuple(range(E)), ()))
     assert HybridMoE(replace(kept_only, geometry=replace(levels, kept_scale_format="e4m3_k16"))).backend == "b12x"
 
 
-@pytest.mark.parametrize("case", ["both tiers", "narrow tiles", "mxfp4", "all kept"])
+@pytest.mark.parametrize("case", ["both tiers", "narrow tiles", "mxfp4", "all kept", "no gate", "no gate, mxfp4"])
 def test_a_gpu_nobody_has_tried_is_tested_first(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     kept, tail, options, _, _ = CASES[case]
     layer = gpu.place(layer_of(kept, tail, **options))
@@ -347,7 +409,8 @@ def test_a_gpu_nobody_has_tried_is_tested_first(gpu: Gpu, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(b12x_backend, "random_layer", on_the_gpu)
     assert HybridMoE(layer, TOP_K, 16).backend == "b12x"
-    assert gpu.launches.count("one grid") >= 2
+    few = "one grid" if layer.geometry.gated else "prefill"
+    assert gpu.launches.count(few) >= 2
     b12x_backend.self_test.cache_clear()
     gpu.bend = 1.02
     with pytest.raises(EnvironmentFailure, match=r"capability 10\.0, and its self-test gave wrong results"):
