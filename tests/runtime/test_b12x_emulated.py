@@ -26,6 +26,7 @@ from hybrid_pack.runtime.moe_runtime import RuntimeKey
 from hybrid_pack.runtime.random_layer import random_layer
 from hybrid_pack.runtime.torch_backend import TorchBackend
 from tests.golden import oracle
+from tests.runtime.launch_arguments import comparable
 
 try:
     from tests.runtime.b12x_emulator import Gpu, Stream, emulated, to_gpu
@@ -195,15 +196,6 @@ def test_route_blocks(gpu: Gpu) -> None:
         assert_right(layer, run(moe, arguments), arguments)
     with pytest.raises(UsageError, match="must end with any number of tokens"):
         MoERuntime(RuntimeKey.of(placed, TOP_K), 64, route_blocks=((20, 8),))
-
-
-def comparable(argument: Any) -> object:
-    """What a kernel sees of an argument."""
-    if isinstance(argument, torch.Tensor):
-        return argument.data_ptr(), argument.shape, argument.dtype
-    if hasattr(argument, "_pointer"):
-        return int(argument._pointer), argument._dtype, argument._assumed_align, argument._addr_space
-    return int(getattr(argument, "value", argument)), type(argument).__name__
 
 
 OTHERS = [{"kept_scale_format": "e8m0_k32"}, {"activation": "silu(limit=0.5)"}, {"activation": OAI}, NO_GATE]
