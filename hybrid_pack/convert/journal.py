@@ -175,9 +175,13 @@ class Journal(State):
                     break
             os.close(self._fd)  # the other finished and removed it between our open and our lock
         self.removed = False
-        whole, size = self.load(self._fd)
-        if whole != size:
-            os.ftruncate(self._fd, whole)
+        try:
+            whole, size = self.load(self._fd)
+            if whole != size:
+                os.ftruncate(self._fd, whole)
+        except BaseException:
+            os.close(self._fd)
+            raise
 
     def begin(self, fingerprint: Record, manifest: str | None = None) -> None:
         """Start over for a source and options, or start to repair the finished pack of a manifest."""
