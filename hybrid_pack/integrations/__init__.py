@@ -1,0 +1,1 @@
+"""Packs in other people's programs; each subfolder is the only place that imports what it is for."""

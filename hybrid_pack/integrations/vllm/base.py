@@ -1,0 +1,133 @@
+"""What the base tensors of a pack are stored as, told from their headers. Imports nothing of vLLM.
+
+A checkpoint's quantisation config is wrong in both directions in the wild (lists a module that is BF16, excludes one
+that is FP8), so headers decide how a layer is loaded, and the config only says how vLLM shall run that format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybrid_pack.errors import DataError
+from hybrid_pack.formats.source import Header, SourceFormat, Unsupported, detect
+from hybrid_pack.integrations.vllm.prefixes import layer_of, stored_names
+from hybrid_pack.io.shards import read_shards
+
+PLAIN = frozenset({"bf16", "f16", "f32"})
+_CODES = ("weight", "weight_packed", "blocks")
+_FP8_INDEXER = ".indexer.wk"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How the matrices of one of vLLM's modules are stored, all in the same way.
+
+    Attributes:
+        names: Modules of the checkpoint, several where vLLM fuses them.
+        form: Their format.
+        fields: Headers of the first one's tensors by field, such as ``weight_scale``.
+    """
+
+    names: tuple[str, ...]
+    form: SourceFormat
+    fields: Mapping[str, Header]
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is not quantised."""
+        return self.form.name in PLAIN
+
+
+class BaseTensors:
+    """Headers of the base tensors by the names vLLM has for them.
+
+    Args:
+        headers: (dtype, shape) of every base tensor by its name in the checkpoint.
+    """
+
+    def __init__(self, headers: Mapping[str, Header]) -> None:
+        self._raw = dict(headers)
+        self._modules = _by_module(self._raw)
+        self._mapped = 0
+        self._claimed: set[str] = set()
+
+    @classmethod
+    def read(cls, root: Path) -> BaseTensors:
+        """Read the headers of a pack's base files; a pack of nothing but experts has none."""
+        if not any(root.glob("*.safetensors")):
+            return cls({})
+        return cls({name: (t.header.dtype, t.header.shape) for name, t in read_shards(root).tensors.items()})
+
+    def rename(self, mappers: Sequence[Any]) -> None:
+        """Follow the renaming of vLLM's models (``WeightsMapper``), one after the other, each once."""
+        for mapper in mappers[self._mapped :]:
+            self._raw = dict(mapper.apply_dict(self._raw))
+            self._modules = _by_module(self._raw)
+        self._mapped = len(mappers)
+
+    def names(self, prefix: str) -> list[str]:
+        """Tensors stored below a module."""
+        return [name for name in self._raw if name.startswith(f"{prefix}.")]
+
+    def stored(self, prefix: str, packed: Mapping[str, Sequence[str]]) -> Stored | None:
+        """How a module is stored; None where nothing is stored under its name or its parts'.
+
+        Raises:
+            DataError: In a way that cannot be read, or its parts in different ways.
+        """
+        names = [name for name in (prefix, *stored_names(prefix, packed)) if name in self._modules]
+        names = names[:1] if names[:1] == [prefix] else names
+        self._claimed.update(names)
+        forms = {name: _form(name, self._modules[name]) for name in names}
+        if not forms:
+            return None
+        if len({(form.name, form.codes_field, form.scale_field) for form in forms.values()}) > 1:
+            found = ", ".join(f"{name} is {form.name}" for name, form in forms.items())
+            raise DataError("stored in different ways, and vLLM fuses them into one", where=prefix, found=found)
+        return Stored(tuple(names), forms[names[0]], self._modules[names[0]])
+
+    def require_claimed(self) -> None:
+        """Refuse quantised modules of the layers in use that no layer of vLLM's was made for.
+
+        vLLM would take their codes for weights, or leave its own uninitialised.
+
+        Raises:
+            DataError: There is one.
+        """
+        layers = {layer_of(name) for name in self._claimed}
+        for name, fields in self._modules.items():
+            if name in self._claimed or layer_of(name) not in layers or ".experts." in f"{name}.":
+                continue
+            found = detect(fields)
+            if isinstance(found, Unsupported) or found[0].name in PLAIN:
+                continue
+            if name.endswith(_FP8_INDEXER) and found[0].name == "fp8_block":
+                continue  # vLLM's DeepSeek dequantises this one while it loads
+            raise DataError(
+                "this vLLM can load it only unquantised", where=name, expected="BF16", found=found[0].name,
+                hint="dequantise it in the source and convert again",
+            )  # fmt: skip
+
+
+def _by_module(headers: Mapping[str, Header]) -> dict[str, dict[str, Header]]:
+    modules: dict[str, dict[str, Header]] = {}
+    for name, header in headers.items():
+        module, _, field = name.rpartition(".")
+        modules.setdefault(module, {})[field] = header
+    return {name: fields for name, fields in modules.items() if _has_matrix(fields)}
+
+
+def _has_matrix(fields: Iterable[str]) -> bool:
+    return any(name in fields for name in _CODES)
+
+
+def _form(name: str, fields: Mapping[str, Header]) -> SourceFormat:
+    if "weight" in fields and len(fields["weight"][1]) != 2 and fields["weight"][0] in ("BF16", "F16", "F32"):
+        return SourceFormat("bf16", "weight", None, None, 0, row_group=0)  # a norm or a convolution
+    found = detect(fields)
+    if isinstance(found, Unsupported):
+        raise DataError(f"stored in a way that cannot be read: {found.reason}", where=name)
+    return found[0]

@@ -1,0 +1,108 @@
+"""``HybridPackConfig``: what vLLM asks how each layer of a pack is stored and run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from hybrid_pack.errors import DataError
+from hybrid_pack.integrations.vllm import QUANT_METHOD
+
+if TYPE_CHECKING:
+    from hybrid_pack.integrations.vllm.session import Session
+
+WHERE = "config.json quantization_config"
+
+
+class HybridPackConfig(QuantizationConfig):
+    """Experts of a pack go to its own method, everything else to the one vLLM has for the source's format.
+
+    vLLM makes it in the first process and sends it to the workers, so it holds nothing but the config's text until a
+    worker asks for a layer.
+
+    Args:
+        document: ``quantization_config`` of the pack's config.json.
+
+    Attributes:
+        source: The source's own quantisation config, {} where it had none.
+        model: Folder or Hub id vLLM serves, once it is known.
+    """
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        super().__init__()
+        source = document.get("source_quantization_config")
+        if source is not None and not isinstance(source, Mapping):
+            raise DataError("not an object", where=f"{WHERE}.source_quantization_config", found=repr(source))
+        self.source: dict[str, Any] = dict(source or {})
+        self.model: str | None = None
+        self.mappers: list[Any] = []
+        self._session: Session | None = None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> HybridPackConfig:
+        """Make it from config.json."""
+        return cls(config)
+
+    def get_name(self) -> str:
+        """Name of the method."""
+        return QUANT_METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """The kernels read and write BF16."""
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """BF16 needs 80; whether a kernel runs on a GPU is decided, with reasons, when the experts are loaded."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """None: config.json says everything."""
+        return []
+
+    def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
+        """Learn the model; a folder that is no pack is refused here, in the first process."""
+        self.model = model_name
+        if Path(model_name).is_dir():
+            from hybrid_pack.runtime.pack import open_pack
+
+            open_pack(model_name)
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Follow a model's renaming of modules."""
+        unstacked = getattr(hf_to_vllm_mapper, "get_unstacked_mapper", None)
+        self.mappers.append(hf_to_vllm_mapper if unstacked is None else unstacked())
+
+    def get_cache_scale(self, name: str) -> str | None:
+        """The parameter a KV-cache scale of the checkpoint goes to (vLLM before 0.25 asks this way)."""
+        base = self.session.source.config
+        found: str | None = base.get_cache_scale(name) if hasattr(base, "get_cache_scale") else None
+        return found
+
+    @property
+    def session(self) -> Session:
+        """What this process knows of the pack, opened when it is first asked for."""
+        if self._session is None:
+            from hybrid_pack.integrations.vllm.session import Session
+
+            self._session = Session.of(self)
+        return self._session
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """The method of a layer.
+
+        Raises:
+            HybridPackError: It does not fit the pack, or is stored in a way that cannot be read.
+        """
+        from hybrid_pack.integrations.vllm.dispatch import method_of
+
+        return method_of(self, layer, prefix)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to a process."""
+        return {**self.__dict__, "_session": None, "mappers": []}

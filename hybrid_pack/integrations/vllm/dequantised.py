@@ -1,0 +1,114 @@
+"""A linear method that dequantises to BF16 once, after loading, for formats vLLM has no method for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_weight_loader_v2_supported_method
+from vllm.model_executor.parameter import (
+    BasevLLMParameter,
+    ChannelQuantScaleParameter,
+    ModelWeightParameter,
+    PerTensorScaleParameter,
+)
+
+from hybrid_pack.errors import DataError
+from hybrid_pack.formats.source import Header
+from hybrid_pack.integrations.vllm.base import Stored
+from hybrid_pack.integrations.vllm.dequantise import TORCH_DTYPES, dequantise
+
+_READ = frozenset({"mxfp8", "fp8_tensor", "fp8_row", "nvfp4", "mxfp4"})
+
+
+@register_weight_loader_v2_supported_method
+class DequantisedLinearMethod(UnquantizedLinearMethod):
+    """Codes and scales are loaded as vLLM loads any quantised layer, cut for the rank, and then become the weight.
+
+    Args:
+        stored: How the layer is stored.
+        prefix: vLLM's name of it.
+
+    Raises:
+        DataError: It is stored in a way that is not read here.
+    """
+
+    def __init__(self, stored: Stored, prefix: str) -> None:
+        super().__init__()
+        self.stored, self.prefix = stored, prefix
+        form = stored.form
+        if form.name not in _READ or form.codes_field == "blocks" or stored.fields[form.codes_field][0] == "F4":
+            raise DataError(
+                "neither vLLM nor hybrid-pack can run a layer stored this way", where=prefix, found=form.name,
+                hint="dequantise it in the source and convert again",
+            )  # fmt: skip
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register a parameter for each tensor of the checkpoint."""
+        loader = extra_weight_attrs["weight_loader"]
+        rows = sum(output_partition_sizes)
+        self._widths, self._dtype = list(output_partition_sizes), params_dtype
+        for name, header in self.stored.fields.items():
+            if name != "bias":  # which is the layer's own
+                parameter = self._parameter(name, header, rows, (input_size_per_partition, input_size), loader)
+                layer.register_parameter(name, parameter)
+
+    def _parameter(
+        self, name: str, header: Header, rows: int, columns: tuple[int, int], loader: Any
+    ) -> BasevLLMParameter:
+        """Room for a rank's part of a tensor.
+
+        Args:
+            name: Field of the tensor.
+            header: Its dtype and shape in the checkpoint.
+            rows: Of this rank.
+            columns: K of this rank and of the whole matrix.
+            loader: vLLM's.
+        """
+        dtype, shape = header
+        torch_dtype = TORCH_DTYPES[dtype]
+        form = self.stored.form
+        scale_of_rows = name == form.scale_field and form.name == "fp8_row"
+        if scale_of_rows:
+            data = torch.empty(rows, *shape[1:], dtype=torch_dtype)
+            return ChannelQuantScaleParameter(data=data, output_dim=0, weight_loader=loader)
+        if len(shape) == 2 and name in (form.codes_field, form.scale_field) and form.name != "fp8_tensor":
+            width, rest = divmod(shape[1] * columns[0], columns[1])
+            if rest:
+                raise DataError(
+                    "a rank's columns cut through a group of scales", where=self.prefix, found=f"{name} {list(shape)}",
+                    hint="serve with fewer tensor-parallel ranks",
+                )  # fmt: skip
+            data = torch.empty(rows, width, dtype=torch_dtype)
+            return ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
+        if name == form.codes_field:
+            data = torch.empty(rows, columns[0], dtype=torch_dtype)
+            return ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
+        if shape not in ((), (1,), (1, 1)):
+            raise DataError(
+                "a tensor of unknown meaning", where=f"{self.prefix}.{name}", found=f"{dtype} {list(shape)}"
+            )
+        data = torch.full((len(self._widths),), float("nan"), dtype=torch.float32)
+        return PerTensorScaleParameter(data=data, weight_loader=loader)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Put the dequantised weight in the place of what was loaded."""
+        form = self.stored.form
+        if form.codes_field not in dict(layer.named_parameters(recurse=False)) or hasattr(layer, "_hybrid_pack_done"):
+            return
+        fields = {name: getattr(layer, name).data for name in self.stored.fields if name != "bias"}
+        weight = dequantise(form, fields, self._widths, self._dtype)
+        for name in fields:
+            delattr(layer, name)
+        layer.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
+        layer._hybrid_pack_done = True  # type: ignore[assignment]
+        super().process_weights_after_loading(layer)

@@ -1,0 +1,73 @@
+"""Which method runs which of vLLM's layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from hybrid_pack.errors import DataError
+from hybrid_pack.integrations.vllm.linear import linear_method
+from hybrid_pack.integrations.vllm.moe_method import HybridMoEMethod, request_of
+from hybrid_pack.integrations.vllm.prefixes import layer_of, stored_names
+from hybrid_pack.integrations.vllm.request import require
+from hybrid_pack.io.excludes import matches
+
+if TYPE_CHECKING:
+    from hybrid_pack.integrations.vllm.config import HybridPackConfig
+
+
+def method_of(config: HybridPackConfig, layer: torch.nn.Module, prefix: str) -> Any:
+    """The method of a layer, None where vLLM shall treat it as not quantised."""
+    session = config.session
+    session.base.rename(config.mappers)
+    if isinstance(layer, RoutedExperts):
+        return _experts(config, layer, prefix)
+    if isinstance(layer, LinearBase):
+        return _linear(config, layer, prefix)
+    if isinstance(layer, VocabParallelEmbedding):
+        return _embedding(config, prefix)
+    return session.source.method(layer, prefix, config.packed_modules_mapping, config.mappers)
+
+
+def _experts(config: HybridPackConfig, layer: Any, prefix: str) -> Any:
+    session = config.session
+    number = layer_of(prefix)
+    if number is not None and number in session.pack.layers:
+        request = request_of(layer, number, prefix, session.engine)
+        require(request, session.pack.manifest, session.folder.root)
+        return HybridMoEMethod(layer.moe_config, session, request)
+    names = session.base.names(prefix)
+    if not names:
+        omitted = number in session.pack.manifest.report.layers_omitted
+        raise DataError(
+            "the pack has no experts for this layer", where=prefix, found="convert was told --layers" if omitted else None,
+            hint="convert the whole model" if omitted else "it is not the model this config.json describes",
+        )  # fmt: skip
+    if not any(name.endswith("scale") or "scale_inv" in name for name in names):
+        return None
+    return session.source.method(layer, prefix, config.packed_modules_mapping, config.mappers)
+
+
+def _linear(config: HybridPackConfig, layer: Any, prefix: str) -> Any:
+    session, packed = config.session, config.packed_modules_mapping
+    stored = session.base.stored(prefix, packed)
+    if stored is not None:
+        return linear_method(config, layer, prefix, stored)
+    # Stored under a name that cannot be told from vLLM's: the source's config is all there is to go by.
+    names = stored_names(prefix, packed)
+    if any(matches(pattern, name) for pattern in session.source.excluded for name in (prefix, *names)):
+        return UnquantizedLinearMethod()
+    return session.source.method(layer, prefix, packed, config.mappers) or UnquantizedLinearMethod()
+
+
+def _embedding(config: HybridPackConfig, prefix: str) -> None:
+    stored = config.session.base.stored(prefix, {})
+    if stored is not None and not stored.plain:
+        raise DataError(
+            "vLLM cannot run a quantised embedding or head of this format", where=prefix, found=stored.form.name,
+            hint="dequantise it in the source and convert again",
+        )  # fmt: skip

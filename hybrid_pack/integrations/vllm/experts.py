@@ -1,0 +1,115 @@
+"""One rank's experts: loaded when the first layer needs them, run by ``HybridMoE``. Imports nothing of vLLM."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hybrid_pack.errors import EnvironmentFailure
+from hybrid_pack.integrations.vllm.options import Options
+from hybrid_pack.runtime.backends import Rejected
+from hybrid_pack.runtime.layer import PackedMoELayer
+from hybrid_pack.runtime.moe import HybridMoE
+from hybrid_pack.runtime.pack import Pack
+from hybrid_pack.runtime.report import LoadReport
+
+
+@contextmanager
+def float32_by_default() -> Iterator[None]:
+    """vLLM loads with BF16 as torch's default dtype, for which nothing of ours was made."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class RankExperts:
+    """The layers of one rank that a process needs.
+
+    All layers that were announced when the first one is taken are loaded in one go, which is faster than one by one; a
+    draft model that is made later brings a second go.
+
+    Args:
+        pack: The pack.
+        rank: Which of its ranks.
+        device: Where the weights shall be.
+        options: The user's.
+        max_tokens: Most tokens of a call.
+        eager: Whether no CUDA graphs are made, so that calls may wait for the device.
+        log: vLLM's logger.
+    """
+
+    def __init__(
+        self,
+        pack: Pack,
+        rank: int,
+        device: torch.device,
+        options: Options,
+        max_tokens: int,
+        eager: bool,
+        log: logging.Logger,
+    ) -> None:
+        self.pack, self.rank, self.device, self.options = pack, rank, device, options
+        self.max_tokens, self.eager = max_tokens, eager
+        self._log = log
+        self._wanted: dict[int, None] = {}
+        self._loaded: dict[int, PackedMoELayer] = {}
+        self._report: LoadReport | None = None
+        self._told: set[str] = set()
+
+    def announce(self, layer: int) -> None:
+        """Say that a layer will be taken."""
+        self._wanted[layer] = None
+
+    def take(self, layer: int) -> tuple[HybridMoE, LoadReport]:
+        """A layer ready to run, and how it came; the caller owns its memory.
+
+        Raises:
+            DataError: Its shard is missing, or is not the one the manifest describes.
+            EnvironmentFailure: It cannot be read, memory is not enough, or no backend can run it.
+        """
+        with float32_by_default():
+            if layer not in self._loaded:
+                self._load(layer)
+            weights = self._loaded.pop(layer)
+            assert self._report is not None
+            return self._ready(weights), self._report
+
+    def _load(self, layer: int) -> None:
+        wanted = [number for number in self.pack.layers if number in {*self._wanted, layer}]
+        self._wanted = {}
+        self._log.info("hybrid_pack: loading %d layers of rank %d from %s", len(wanted), self.rank, self.pack.root)
+        before = _peak_bytes(self.device)
+        loaded = self.pack.load_rank(self.rank, self.device, wanted, check=self.options.check)
+        self._loaded.update(loaded)
+        self._report = loaded.report
+        beyond = ""
+        if self.device.type == "cuda":
+            peak = _peak_bytes(self.device)
+            rest = max(peak - torch.cuda.memory_allocated(self.device), 0) if peak > before else 0
+            beyond = f"; device memory beyond the weights at most {rest / 2**20:.0f} MiB"
+        self._log.info("hybrid_pack: %s%s", loaded.report, beyond)
+
+    def _ready(self, weights: PackedMoELayer) -> HybridMoE:
+        moe = HybridMoE(weights, weights.geometry.top_k, self.max_tokens, self.options.backend)
+        reasons = "; ".join(f"not {c.backend}: {c.reason}" for c in moe.choices if isinstance(c, Rejected))
+        why = "as asked for" if self.options.backend != "auto" else reasons or "the first choice"
+        if moe.backend == "torch" and self.device.type == "cuda" and not self.eager:
+            raise EnvironmentFailure(
+                "the torch backend waits for the device, which CUDA graphs do not allow", where=f"layer {weights.layer}",
+                found=why, hint="see `hybrid-pack doctor`, or use --enforce-eager",
+            )  # fmt: skip
+        text = f"backend {moe.backend} ({why})"
+        if text not in self._told:
+            self._told.add(text)
+            self._log.info("hybrid_pack: %s, up to %d tokens a call", text, self.max_tokens)
+        return moe
+
+
+def _peak_bytes(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

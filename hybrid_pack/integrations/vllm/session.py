@@ -1,0 +1,109 @@
+"""What one process knows of the pack it serves, and of the engine it serves it in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+
+from hybrid_pack.errors import UsageError
+from hybrid_pack.integrations.vllm.base import BaseTensors
+from hybrid_pack.integrations.vllm.experts import RankExperts
+from hybrid_pack.integrations.vllm.folder import Folder
+from hybrid_pack.integrations.vllm.options import Options, parse_options
+from hybrid_pack.integrations.vllm.source import Source
+from hybrid_pack.runtime.pack import Pack, open_pack
+
+if TYPE_CHECKING:
+    from hybrid_pack.integrations.vllm.config import HybridPackConfig
+
+logger = init_logger("vllm.hybrid_pack")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The engine's settings that matter to experts.
+
+    Attributes:
+        max_tokens: Most tokens of a call, as far as vLLM's own buffers go.
+        eager: Whether no CUDA graphs are made.
+        device: Where the model is.
+        refused: What is on that packs cannot be served with.
+    """
+
+    max_tokens: int
+    eager: bool
+    device: torch.device
+    refused: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: Any) -> Engine:
+        """From vLLM's config of this process."""
+        parallel, model = config.parallel_config, config.model_config
+        refused = {
+            "sleep mode (--enable-sleep-mode), which cannot bring the experts back": getattr(
+                model, "enable_sleep_mode", False
+            ),
+            "expert load balancing (--enable-eplb), which moves experts": getattr(parallel, "enable_eplb", False),
+            "dual batch overlap (--enable-dbo)": getattr(parallel, "enable_dbo", False),
+            "LoRA on a model with packed experts": getattr(config, "lora_config", None) is not None,
+        }
+        return cls(
+            max_tokens=int(config.scheduler_config.max_num_batched_tokens),
+            eager=bool(model.enforce_eager),
+            device=_device(config),
+            refused=tuple(name for name, on in refused.items() if on),
+        )
+
+
+def _device(config: Any) -> torch.device:
+    """The device of this worker; vLLM makes its own GPU the current one."""
+    device = torch.device(getattr(config.load_config, "device", None) or config.device_config.device)
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+
+
+class Session:
+    """A pack in a process.
+
+    Attributes:
+        folder: Where it is.
+        pack: The pack.
+        base: What its base tensors are stored as.
+        source: vLLM's own config for the source's format.
+        engine: The engine's settings.
+        options: The user's.
+    """
+
+    def __init__(self, folder: Folder, source: Source, engine: Engine, options: Options) -> None:
+        self.folder, self.source, self.engine, self.options = folder, source, engine, options
+        self.pack: Pack = open_pack(folder.root)
+        self.base = BaseTensors.read(folder.base())
+        self._experts: RankExperts | None = None
+
+    @classmethod
+    def of(cls, config: HybridPackConfig) -> Session:
+        """The session of a config, in a process that builds a model."""
+        vllm_config = get_current_vllm_config()
+        model = vllm_config.model_config
+        name = config.model or getattr(model, "model", None)
+        if name is None:
+            raise UsageError("which model is served is not known", where="hybrid_pack")
+        options = parse_options(vllm_config.additional_config)
+        revision = getattr(model, "revision", None) if getattr(model, "model", None) == name else None
+        folder = Folder.find(name, revision, vllm_config.load_config.download_dir)
+        return cls(folder, Source(config.source), Engine.of(vllm_config), options)
+
+    def experts(self, rank: int) -> RankExperts:
+        """The experts of this process's rank."""
+        if self._experts is None:
+            self.folder.fetch_rank(self.pack.topology.folder, rank)
+            engine = self.engine
+            self._experts = RankExperts(
+                self.pack, rank, engine.device, self.options, engine.max_tokens, engine.eager, logger
+            )
+        if self._experts.rank != rank:
+            raise UsageError("one process, two ranks", where=self.folder.root, expected=self._experts.rank, found=rank)
+        return self._experts
