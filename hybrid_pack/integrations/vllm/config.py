@@ -80,8 +80,8 @@ class HybridPackConfig(QuantizationConfig):
 
     def get_cache_scale(self, name: str) -> str | None:
         """The parameter a KV-cache scale of the checkpoint goes to (vLLM before 0.25 asks this way)."""
-        base = self.session.source.config
-        found: str | None = base.get_cache_scale(name) if hasattr(base, "get_cache_scale") else None
+        find = getattr(self.session.source.config, "get_cache_scale", None)
+        found: str | None = None if find is None else find(name)
         return found
 
     @property

@@ -44,7 +44,8 @@ def _experts(config: HybridPackConfig, layer: Any, prefix: str) -> Any:
     if not names:
         omitted = number in session.pack.manifest.report.layers_omitted
         raise DataError(
-            "the pack has no experts for this layer", where=prefix, found="convert was told --layers" if omitted else None,
+            "the pack has no experts for this layer", where=prefix,
+            found="convert was told --layers" if omitted else None,
             hint="convert the whole model" if omitted else "it is not the model this config.json describes",
         )  # fmt: skip
     if not any(name.endswith("scale") or "scale_inv" in name for name in names):

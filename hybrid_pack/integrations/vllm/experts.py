@@ -101,8 +101,8 @@ class RankExperts:
         why = "as asked for" if self.options.backend != "auto" else reasons or "the first choice"
         if moe.backend == "torch" and self.device.type == "cuda" and not self.eager:
             raise EnvironmentFailure(
-                "the torch backend waits for the device, which CUDA graphs do not allow", where=f"layer {weights.layer}",
-                found=why, hint="see `hybrid-pack doctor`, or use --enforce-eager",
+                "the torch backend waits for the device, which CUDA graphs do not allow",
+                where=f"layer {weights.layer}", found=why, hint="see `hybrid-pack doctor`, or use --enforce-eager",
             )  # fmt: skip
         text = f"backend {moe.backend} ({why})"
         if text not in self._told:

@@ -18,8 +18,8 @@ PACKED: Mapping[str, Sequence[str]] = {
 def layer_of(prefix: str) -> int | None:
     """The decoder layer a module belongs to, by the number checkpoints give it; None where it is in none.
 
-    ``model.layers.61.mlp.experts`` is layer 61, also as the MTP layer of DeepSeek and GLM, whose numbers go on where the
-    decoder's end. ``mtp.layers.0`` (Qwen) counts for itself and is no decoder layer: no pack holds it.
+    ``model.layers.61.mlp.experts`` is layer 61, also as the MTP layer of DeepSeek and GLM, whose numbers go on where
+    the decoder's end. ``mtp.layers.0`` (Qwen) counts for itself and is no decoder layer: no pack holds it.
     """
     match = _LAYER.search(prefix)
     if match is None or any("mtp" in part for part in prefix[: match.start()].split(".")):

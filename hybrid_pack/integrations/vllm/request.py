@@ -81,9 +81,9 @@ def require(request: Request, manifest: Manifest, root: Path) -> None:
     if (request.tp_size, request.ep_size) != (made.tensor_parallel, made.expert_parallel):
         raise UsageError(
             "this pack was made for other ranks", where=root,
-            expected=f"{_serve_flags(made)}, for which it was made (tp {made.tensor_parallel}, ep {made.expert_parallel})",
+            expected=f"{_serve_flags(made)} (tp {made.tensor_parallel}, ep {made.expert_parallel})",
             found=f"tp {request.tp_size}, ep {request.ep_size}",
-            hint=f"or make one for these: hybrid-pack convert {manifest.source.name} --out OUT "
+            hint=f"serve it so, or make one for these: hybrid-pack convert {manifest.source.name} --out OUT "
             f"--tp {request.tp_size} --ep {request.ep_size}",
         )  # fmt: skip
     _require_model(request, manifest, root)

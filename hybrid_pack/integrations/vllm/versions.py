@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 FIRST, LAST = (0, 22, 1), (0, 27)
-"""0.22.1 was run; the interface of 0.25.1 and 0.27.1 was read from their wheels (tests/integrations/vllm_interface.json)."""
+"""The interface of 0.22.1, 0.25.1 and 0.27.1 is held against their sources (tests/integrations/interface.json)."""
 
 SUPPORTED = "0.22.1 to 0.27.x"
 
