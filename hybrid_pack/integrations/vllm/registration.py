@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
+from vllm import __version__ as vllm_version
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
@@ -17,7 +17,7 @@ def register_method() -> None:
     """Register ``hybrid_pack`` once in a process."""
     if QUANT_METHOD in QUANTIZATION_METHODS:
         return
-    register_quantization_config(QUANT_METHOD)(_method(version("vllm")))
+    register_quantization_config(QUANT_METHOD)(_method(str(vllm_version)))
 
 
 def _method(found: str) -> type[QuantizationConfig]:
