@@ -1,0 +1,213 @@
+"""The plugin in vLLM's own code: engine config, discovery, models, weight loading and the experts' call, on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hybrid_pack
+from tests.convert.support import pack as convert
+from tests.integrations import checkpoint
+from tests.integrations.vllm_cpu import inputs
+
+if importlib.util.find_spec("vllm") is None:
+    if os.environ.get("HYBRID_PACK_REQUIRE_VLLM") == "1":
+        pytest.fail("vLLM is not installed", pytrace=False)
+    pytest.skip("vLLM is not installed; tests/integrations/vllm_site.sh says how", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 300
+Made = tuple[Path, dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Metadata with the entry point of pyproject.toml, so that vLLM finds the plugin as it finds an installed one."""
+    text = (ROOT / "pyproject.toml").read_text()
+    _, _, rest = text.partition('[project.entry-points."vllm.general_plugins"]\n')
+    entry = rest.splitlines()[0].replace('"', "")
+    assert entry.startswith("hybrid_pack = "), "the entry point is gone from pyproject.toml"
+    folder = tmp_path_factory.mktemp("plugins")
+    info = folder / "hybrid_pack_under_test-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hybrid_pack_under_test\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{entry}\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Made]:
+    """A pack of a dialect and topology, with what its linear layers mean."""
+    done: dict[tuple[Any, ...], Made] = {}
+
+    def make(dialect: str = "bf16", tp: int = 1, ep: int = 1) -> Made:
+        key = (dialect, tp, ep)
+        if key not in done:
+            folder = tmp_path_factory.mktemp("real")
+            meanings = checkpoint.write(folder / "source", dialect)
+            convert(folder / "source", folder / "pack", tp, ep)
+            done[key] = folder / "pack", meanings
+        return done[key]
+
+    return make
+
+
+class Failed(Exception):
+    """vLLM refused; the text of its output."""
+
+
+@pytest.fixture
+def serve(plugins: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Load a model in one process a rank; what each found, with its output under ``text``."""
+
+    def run(model: Path, tp: int = 1, **engine: Any) -> list[dict[str, Any]]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        path = os.pathsep.join([str(plugins), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        processes = []
+        for rank in range(tp):
+            case = {"model": str(model), "tp": tp, "rank": rank, "port": port, "engine": engine}
+            case["out"] = str(tmp_path / f"out-{rank}.pt")
+            file = tmp_path / f"case-{rank}.json"
+            file.write_text(json.dumps(case))
+            command = [sys.executable, "-m", "tests.integrations.vllm_cpu", str(file)]
+            log = (tmp_path / f"log-{rank}.txt").open("w")
+            environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+            processes.append((subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=ROOT), case))
+        try:
+            codes = [process.wait(TIMEOUT_S) for process, _ in processes]
+        finally:
+            for process, _ in processes:
+                process.kill()
+        texts = [(tmp_path / f"log-{rank}.txt").read_text() for rank in range(tp)]
+        if any(codes):
+            raise Failed(texts[next(i for i, code in enumerate(codes) if code)])
+        return [{**torch.load(case["out"]), "text": text} for (_, case), text in zip(processes, texts, strict=True)]
+
+    return run
+
+
+Serve = Callable[..., list[dict[str, Any]]]
+TORCH = {"hybrid_pack": {"backend": "torch"}}
+
+
+def options(**given: str) -> dict[str, Any]:
+    return {"additional_config": {"hybrid_pack": given}}
+
+
+def right(model: Path, layer: int, rank: int = 0) -> torch.Tensor:
+    """What the experts of a rank give, by the runtime alone."""
+    weights = hybrid_pack.open_pack(model).load_layer(layer, rank)
+    geometry = weights.geometry
+    x, w, ids = inputs(geometry.num_experts, geometry.top_k, geometry.hidden_size)
+    y: torch.Tensor = hybrid_pack.runtime.HybridMoE(weights, geometry.top_k, 8, "torch")(x, w, ids)
+    return y
+
+
+def test_config_json_alone_brings_experts_from_the_pack(made: Callable[..., Made], serve: Serve) -> None:
+    model, _ = made()
+    (found,) = serve(model, additional_config=TORCH)
+    assert found["quantization"] == "hybrid_pack"
+    experts = [name for name, method in found["methods"].items() if method == "HybridMoEMethod"]
+    assert len(experts) == checkpoint.LAYERS
+    assert all(parameters == [] for parameters in found["parameters"].values())
+    for layer in range(checkpoint.LAYERS):
+        assert torch.equal(found["experts"][layer], right(model, layer))
+        assert found["reports"][layer] == (0, 1), "both layers came in one load"
+    line = [text for text in found["text"].splitlines() if "2 layers of rank 0 on cpu" in text]
+    assert len(line) == 1, "one line a rank says what was loaded"
+    assert "backend torch (as asked for), up to 256 tokens a call" in found["text"]
+
+
+LINEAR = {
+    "mxfp8": ("ModelOptMxFp8LinearMethod", "DequantisedLinearMethod"),
+    "nvfp4": ("ModelOptNvFp4LinearMethod", "DequantisedLinearMethod"),
+    "fp8_row": ("DequantisedLinearMethod",),
+    "fp8_tensor": ("DequantisedLinearMethod",),
+    "nvfp4_no_input": ("DequantisedLinearMethod",),
+}
+
+
+@pytest.mark.parametrize("dialect", ["bf16", *LINEAR])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_linear_layers_mean_what_is_stored(dialect: str, tp: int, made: Callable[..., Made], serve: Serve) -> None:
+    model, meanings = made(dialect, tp)
+    ranks = serve(model, tp, additional_config=TORCH)
+    for layer in range(checkpoint.LAYERS):
+        at = f"model.layers.{layer}.self_attn"
+        assert {rank["methods"][f"{at}.qkv_proj"] for rank in ranks} <= {
+            *LINEAR.get(dialect, ["UnquantizedLinearMethod"])
+        }
+        widths = [h * checkpoint.HEAD_DIM // tp for h in (checkpoint.HEADS, checkpoint.KV_HEADS, checkpoint.KV_HEADS)]
+        parts = [rank["linear"][f"{at}.qkv_proj"].split(widths) for rank in ranks]
+        for place, name in enumerate(("q_proj", "k_proj", "v_proj")):
+            whole = torch.cat([part[place] for part in parts])
+            assert torch.equal(whole, meanings[f"{at}.{name}"].to(torch.bfloat16)), name
+        whole = torch.cat([rank["linear"][f"{at}.o_proj"] for rank in ranks], dim=1)
+        assert torch.equal(whole, meanings[f"{at}.o_proj"].to(torch.bfloat16))
+        for number, rank in enumerate(ranks):
+            assert torch.equal(rank["experts"][layer], right(model, layer, number))
+    if dialect in ("fp8_row", "fp8_tensor", "nvfp4_no_input"):
+        said = [line for line in ranks[0]["text"].splitlines() if "dequantised to BF16" in line]
+        assert len(said) == 1, "said once"
+
+
+def test_expert_parallel_ranks_hold_their_block(made: Callable[..., Made], serve: Serve) -> None:
+    model, _ = made("bf16", 1, 2)
+    ranks = serve(model, 2, enable_expert_parallel=True, additional_config=TORCH)
+    whole, _ = made("bf16", 1, 1)
+    for layer in range(checkpoint.LAYERS):
+        parts = [rank["experts"][layer] for rank in ranks]
+        for number, part in enumerate(parts):
+            assert torch.equal(part, right(model, layer, number))
+        total = sum(part.double() for part in parts)
+        torch.testing.assert_close(total, right(whole, layer).double(), rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("made_for", "tp", "engine", "words"),
+    [
+        ((2, 1), 1, {}, ["made for other ranks", "--tensor-parallel-size 2", "--tp 1 --ep 1"]),
+        ((1, 1), 2, {}, ["made for other ranks", "hybrid-pack convert", "--tp 2 --ep 1"]),
+        ((2, 1), 2, {"enable_expert_parallel": True}, ["made for other ranks", "--tp 1 --ep 2"]),
+        ((1, 2), 2, {}, ["--tensor-parallel-size 2 --enable-expert-parallel", "--tp 2 --ep 1"]),
+        (
+            (1, 2), 2, {"enable_expert_parallel": True, "expert_placement_strategy": "round_robin"},
+            ["placed the experts otherwise", "--expert-placement-strategy linear"],
+        ),
+        ((1, 1), 1, options(bakend="torch"), ["no such option", "backend or check"]),
+        ((1, 1), 1, options(backend="cutlass"), ["no such choice", "b12x or torch"]),
+        ((1, 1), 1, options(backend="b12x"), ["'b12x' cannot run this layer"]),
+        ((1, 1), 1, {"hf_overrides": {"num_experts_per_tok": 3}}, ["experts a token visits", "expected 2, found 3"]),
+        ((1, 1), 1, {"hf_overrides": {"num_experts": 6}}, ["number of experts", "expected 8, found 6"]),
+        ((1, 1), 1, {"hf_overrides": {"moe_intermediate_size": 128}}, ["intermediate size", "expected 256, found 128"]),
+        ((1, 1), 1, {"quantization": "fp8"}, ["(hybrid_pack) does not match the quantization method"]),
+        ((1, 1), 1, {"dtype": "float16"}, ["float16 is not supported for quantization method hybrid_pack"]),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_before_anything_is_loaded(
+    made_for: tuple[int, int],
+    tp: int,
+    engine: dict[str, Any],
+    words: list[str],
+    made: Callable[..., Made],
+    serve: Serve,
+) -> None:
+    model, _ = made("bf16", *made_for)
+    with pytest.raises(Failed) as error:
+        serve(model, tp, **{"additional_config": TORCH, **engine})
+    text = str(error.value)
+    for word in words:
+        assert word in text, text[-3000:]
+    assert "hybrid_pack: loading" not in text or "cannot run this layer" in text

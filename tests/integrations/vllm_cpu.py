@@ -1,0 +1,114 @@
+"""One rank of vLLM's own engine set-up and model loading, on the CPU: ``python -m tests.integrations.vllm_cpu JSON``.
+
+vLLM's wheel has no CPU kernels, but nothing up to the loaded model needs one: config, plugin, model, weight loading and
+the call of the experts are vLLM's own code. What is put in place of what the wheel lacks: the platform is told to be
+the CPU, ``silu_and_mul`` is written with torch, and DeepSeek's attention gets a backend that is never run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "hybrid_pack"}
+
+import torch
+
+TOKENS = 5
+
+
+def pretend() -> None:
+    """Make vLLM take the CPU for its platform."""
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    def backend(cls: type, *args: Any, **kwargs: Any) -> str:
+        mla = any(getattr(value, "use_mla", False) for value in (*args, *kwargs.values()))
+        home = "vllm.v1.attention.backends."
+        return home + ("mla.triton_mla.TritonMLABackend" if mla else "cpu_attn.CPUAttentionBackend")
+
+    CpuPlatform.get_attn_backend_cls = classmethod(backend)
+    CpuPlatform.num_compute_units = classmethod(lambda cls, *args, **kwargs: 1)
+    vllm.platforms._current_platform = CpuPlatform()
+    vllm.platforms.current_platform = vllm.platforms._current_platform
+    library = torch.library.Library("_C", "FRAGMENT")
+    library.define("silu_and_mul(Tensor! out, Tensor x) -> ()")
+
+    def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
+        gate, up = x.chunk(2, dim=-1)
+        out.copy_(torch.nn.functional.silu(gate) * up)
+
+    library.impl("silu_and_mul", silu_and_mul, "CPU")
+    globals()["_library"] = library  # it goes with the object
+
+
+def inputs(experts: int, top_k: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same tokens, weights and global ids in every process."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(TOKENS, hidden, generator=generator).to(torch.bfloat16)
+    weights = torch.rand(TOKENS, top_k, generator=generator)
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(TOKENS)])
+    return x, weights, ids.to(torch.int32)
+
+
+def look(model: torch.nn.Module) -> dict[str, Any]:
+    """Methods by module; what linear layers and experts compute."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.linear import LinearBase
+
+    found: dict[str, Any] = {"methods": {}, "linear": {}, "experts": {}, "reports": {}, "parameters": {}}
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is None:
+            continue
+        found["methods"][name] = type(method).__name__
+        if isinstance(module, RoutedExperts) and type(method).__name__ == "HybridMoEMethod":
+            geometry = method.hybrid.layer.geometry
+            x, weights, ids = inputs(geometry.num_experts, geometry.top_k, geometry.hidden_size)
+            wide = torch.cat((x, x), dim=1)[:, : x.shape[1]]  # rows apart, as a slice of something wider has them
+            shared = {"shared_experts": None, "shared_experts_input": None}
+            y = method.apply(layer=module, x=wide, topk_weights=weights.double(), topk_ids=ids.long(), **shared)
+            assert torch.equal(y, method.hybrid(x, weights, ids))
+            found["experts"][method.layer] = y
+            found["reports"][method.layer] = method.report.layers
+            found["parameters"][name] = [n for n, _ in module.named_parameters()]
+        elif isinstance(module, LinearBase) and ".self_attn." in name:
+            eye = torch.eye(module.input_size_per_partition, dtype=torch.bfloat16)
+            found["linear"][name] = method.apply(module, eye, None).T.contiguous()
+    return found
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    """Load a model as a worker does."""
+    pretend()
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    arguments: dict[str, Any] = {
+        "model": case["model"], "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 256,
+        "max_num_batched_tokens": 256, "dtype": "bfloat16", "tensor_parallel_size": case.get("tp", 1),
+        **case.get("engine", {}),
+    }  # fmt: skip
+    config = EngineArgs(**arguments).create_engine_config()
+    config.parallel_config.rank = rank = case.get("rank", 0)
+    with set_current_vllm_config(config):
+        size = case.get("tp", 1)
+        init_distributed_environment(size, rank, f"tcp://127.0.0.1:{case['port']}", rank, backend="gloo")
+        initialize_model_parallel(size, 1, backend="gloo")
+        model = get_model(vllm_config=config)
+        found = look(model)
+    import vllm
+
+    return {**found, "quantization": config.model_config.quantization, "vllm": vllm.__version__}
+
+
+if __name__ == "__main__":
+    given = json.loads(Path(sys.argv[1]).read_text())
+    torch.save(run(given), given["out"])
