@@ -1,0 +1,359 @@
+"""The plugin's own rules, without vLLM: names, options, versions, what is stored how, what is refused."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import hybrid_pack
+from hybrid_pack.errors import DataError, HybridPackError, UsageError
+from hybrid_pack.formats.source import Header, SourceFormat, detect
+from hybrid_pack.integrations.vllm import experts
+from hybrid_pack.integrations.vllm.base import BaseTensors
+from hybrid_pack.integrations.vllm.dequantise import dequantise
+from hybrid_pack.integrations.vllm.options import Options, parse_options
+from hybrid_pack.integrations.vllm.prefixes import layer_of, stored_names
+from hybrid_pack.integrations.vllm.request import Request, require
+from hybrid_pack.integrations.vllm.source import excludes, method_name
+from hybrid_pack.integrations.vllm.versions import why_not_version
+from hybrid_pack.runtime.pack import Pack
+from tests.integrations import checkpoint
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [
+        ("0.22.1", True), ("0.22.1+cu130", True), ("0.25.1", True), ("0.27.1", True), ("0.27.9rc1", True),
+        ("0.22.0", False), ("0.9.2", False), ("0.28.0", False), ("1.0.0", False), ("dev", False),
+    ],
+)  # fmt: skip
+def test_versions(version: str, supported: bool) -> None:
+    why = why_not_version(version)
+    assert (why is None) is supported
+    assert why is None or version in why
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, Options()), (None, Options()), ({"other": {"x": 1}}, Options()), ({"hybrid_pack": {}}, Options()),
+        ({"hybrid_pack": {"backend": "b12x", "check": "structure"}}, Options("b12x", "structure")),
+    ],
+)  # fmt: skip
+def test_options(given: Any, expected: Options) -> None:
+    assert parse_options(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"backend": "triton"}, r"backend: no such choice \(expected auto or b12x or torch, found 'triton'\)"),
+        ({"check": "none"}, r"check: no such choice \(expected structure or digest, found 'none'\)"),
+        ({"backends": "b12x"}, r"no such option \(expected backend or check, found 'backends'\)"),
+        ("b12x", r"not an object"),
+        ({"backend": None}, r"no such choice"),
+    ],
+)
+def test_options_that_are_none(given: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_options({"hybrid_pack": given})
+
+
+@pytest.mark.parametrize(
+    ("prefix", "layer"),
+    [
+        ("model.layers.3.mlp.experts", 3),
+        ("language_model.model.layers.12.block_sparse_moe.experts", 12),
+        ("model.layers.61.mtp_block.mlp.experts", 61),
+        ("model.layers.10.mlp.experts.routed_experts", 10),
+        ("layers.0.ffn.experts", 0),
+        ("mtp.layers.0.mlp.experts", None),
+        ("model.mtp.layers.0.mlp.experts", None),
+        ("lm_head", None),
+        ("model.mylayers.3.mlp", None),
+        ("model.layers.03.mlp", None),
+    ],
+)
+def test_layer_numbers(prefix: str, layer: int | None) -> None:
+    assert layer_of(prefix) == layer
+
+
+def test_parts_of_fused_modules() -> None:
+    assert stored_names("a.b.qkv_proj", {}) == ["a.b.q_proj", "a.b.k_proj", "a.b.v_proj"]
+    assert stored_names("a.b.qkv_proj", {"qkv_proj": ["x", "y"]}) == ["a.b.x", "a.b.y"]
+    assert stored_names("a.b.o_proj", {}) == ["a.b.o_proj"]
+    assert stored_names("gate_up_proj", {}) == ["gate_proj", "up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ({}, None),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt_fp4"),
+        ({"quant_method": "modelopt", "quant_algo": "mxfp8"}, "modelopt_mxfp8"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "modelopt_mixed"),
+        ({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}, "modelopt_fp4"),
+        ({"quant_method": "FP8"}, "fp8"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"quant_method": 3}, None),
+    ],
+)
+def test_the_sources_method(source: dict[str, Any], name: str | None) -> None:
+    assert method_name(source) == name
+
+
+def test_exclude_lists_of_every_name() -> None:
+    nested = {"ignore": ["a"], "quantization": {"exclude_modules": ["b", 3], "ignored_layers": None}}
+    assert excludes(nested) == ("a", "b")
+
+
+PLAIN: Header = ("BF16", (64, 64))
+FP8: Header = ("F8_E4M3", (64, 64))
+
+
+class Renaming:
+    """As vLLM's ``WeightsMapper``: puts a prefix before every name, and drops one."""
+
+    def apply_dict(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {f"language_model.{name}": value for name, value in values.items() if "rotary" not in name}
+
+
+def base(**more: Header) -> BaseTensors:
+    at = "model.layers.0.self_attn."
+    headers = {f"{at}{part}_proj.weight": PLAIN for part in "qkvo"}
+    headers |= {"model.layers.0.norm.weight": ("BF16", (64,)), "model.layers.0.rotary.weight": PLAIN}
+    return BaseTensors(headers | {name.replace("__", "."): header for name, header in more.items()})
+
+
+def test_a_fused_module_is_stored_as_its_parts() -> None:
+    stored = base().stored("model.layers.0.self_attn.qkv_proj", {})
+    assert stored is not None and stored.plain
+    assert stored.names == tuple(f"model.layers.0.self_attn.{part}_proj" for part in "qkv")
+    assert base().stored("model.layers.1.self_attn.qkv_proj", {}) is None
+
+
+def test_names_follow_the_models_renaming_once() -> None:
+    tensors, mappers = base(), [Renaming()]
+    tensors.rename(mappers)
+    tensors.rename(mappers)
+    assert tensors.stored("language_model.model.layers.0.self_attn.o_proj", {}) is not None
+    assert tensors.stored("model.layers.0.self_attn.o_proj", {}) is None
+    assert tensors.names("language_model.model.layers.0.rotary") == []
+
+
+def test_parts_stored_differently_are_refused() -> None:
+    tensors = base(
+        model__layers__0__self_attn__k_proj__weight=FP8,
+        model__layers__0__self_attn__k_proj__weight_scale=("U8", (64, 2)),
+    )
+    with pytest.raises(DataError, match=r"qkv_proj: stored in different ways.*q_proj is bf16, .*k_proj is mxfp8"):
+        tensors.stored("model.layers.0.self_attn.qkv_proj", {})
+
+
+def test_an_unreadable_module_is_refused() -> None:
+    tensors = base(model__layers__0__self_attn__o_proj__weight=FP8)
+    with pytest.raises(DataError, match=r"o_proj: stored in a way that cannot be read: .* no weight_scale"):
+        tensors.stored("model.layers.0.self_attn.o_proj", {})
+
+
+SCALE: Header = ("U8", (64, 2))
+EXPERT = "model__layers__0__experts__1__x"
+INDEXER = "model__layers__0__self_attn__indexer__wk"
+
+
+@pytest.mark.parametrize(
+    ("more", "refused"),
+    [
+        ({}, None),
+        ({f"{INDEXER}__weight": PLAIN}, None),
+        ({f"{INDEXER}__weight": FP8, f"{INDEXER}__weight_scale": ("U8", (64, 2))}, "mxfp8"),
+        ({f"{INDEXER}__weight": FP8, f"{INDEXER}__weight_scale_inv": ("F32", (1, 1))}, None),
+        ({"model__layers__9__x__weight": FP8, "model__layers__9__x__weight_scale": ("U8", (64, 2))}, None),
+        ({f"{EXPERT}__weight": FP8, f"{EXPERT}__weight_scale": SCALE}, None),
+    ],
+)  # fmt: skip
+def test_quantised_modules_no_layer_was_made_for(more: dict[str, Header], refused: str | None) -> None:
+    tensors = base(**more)
+    tensors.stored("model.layers.0.self_attn.qkv_proj", {})
+    if refused is None:
+        tensors.require_claimed()
+        return
+    with pytest.raises(DataError, match=rf"indexer.wk: this vLLM can load it only unquantised.*found {refused}"):
+        tensors.require_claimed()
+
+
+def header(tensor: torch.Tensor) -> Header:
+    names = {torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32", torch.bfloat16: "BF16"}
+    return names[tensor.dtype], tuple(tensor.shape)
+
+
+def form_of(fields: dict[str, torch.Tensor]) -> SourceFormat:
+    found = detect({name: header(tensor) for name, tensor in fields.items()})
+    assert isinstance(found, tuple), found
+    return found[0]
+
+
+@pytest.mark.parametrize("dialect", ["mxfp8", "fp8_row", "fp8_tensor", "nvfp4"])
+@pytest.mark.parametrize("rows", [[96], [64, 32, 2048]])
+def test_dequantised_is_what_is_meant(dialect: str, rows: list[int]) -> None:
+    generator = torch.Generator().manual_seed(len(rows))
+    parts = [checkpoint.matrix(dialect, n, 128, generator) for n in rows]
+    fields = {}
+    for name, tensor in parts[0].fields.items():
+        stacked = [part.fields[name] for part in parts]
+        fields[name] = torch.stack(stacked) if tensor.dim() == 0 else torch.cat(stacked)
+    found = dequantise(form_of(parts[0].fields), fields, rows, torch.bfloat16)
+    assert torch.equal(found, torch.cat([part.meaning for part in parts]).to(torch.bfloat16))
+
+
+def test_one_scale_for_matrices_stored_as_one() -> None:
+    made = checkpoint.matrix("fp8_tensor", 64, 32, torch.Generator().manual_seed(0))
+    scale = torch.stack((made.fields["weight_scale"], torch.tensor(float("nan"))))
+    fields = {"weight": made.fields["weight"], "weight_scale": scale}
+    found = dequantise(form_of(made.fields), fields, [32, 32], torch.bfloat16)
+    assert torch.equal(found, made.meaning.to(torch.bfloat16))
+
+
+def test_compressed_tensors_second_scale_is_a_reciprocal() -> None:
+    made = checkpoint.matrix("nvfp4", 64, 32, torch.Generator().manual_seed(0))
+    form = SourceFormat("nvfp4", "weight_packed", "weight_scale", "weight_global_scale", 16, second_reciprocal=True)
+    fields = {
+        "weight_packed": made.fields["weight"],
+        "weight_scale": made.fields["weight_scale"],
+        "weight_global_scale": 1 / made.fields["weight_scale_2"][None],
+    }
+    assert torch.equal(dequantise(form, fields, [64], torch.bfloat16), made.meaning.to(torch.bfloat16))
+
+
+GOOD = Request(
+    prefix="model.layers.3.mlp.experts", layer=3, tp_size=2, tp_rank=1, ep_size=1, ep_rank=0, dp_size=1,
+    hidden_size=256, intermediate_size=256, num_experts=8, top_k=2, activation="silu", limit=None, dtype="bfloat16", expert_map=None,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Pack]:
+    from tests.convert.support import pack, small
+
+    folder = tmp_path_factory.mktemp("packs")
+    from hybrid_pack.synthetic import write_checkpoint
+
+    write_checkpoint(folder / "source", small())
+    made = {}
+    for tp, ep in ((2, 1), (1, 2), (2, 2)):
+        pack(folder / "source", folder / f"{tp}-{ep}", tp, ep)
+        made[tp, ep] = hybrid_pack.open_pack(folder / f"{tp}-{ep}")
+    return made
+
+
+def good(pack: Pack, **changes: Any) -> Request:
+    sizes = pack.manifest.geometry
+    request = replace(
+        GOOD, hidden_size=sizes.hidden_size, intermediate_size=sizes.intermediate_size, num_experts=sizes.num_experts,
+        top_k=sizes.top_k,
+    )  # fmt: skip
+    return replace(request, **changes)
+
+
+def test_what_fits_is_let_through(packs: dict[tuple[int, int], Pack]) -> None:
+    pack = packs[2, 1]
+    require(good(pack), pack.manifest, pack.root)
+    assert good(pack).rank == 1
+    pack = packs[1, 2]
+    experts_ = pack.manifest.geometry.num_experts
+    half = experts_ // 2
+    second = tuple(e - half if e >= half else -1 for e in range(experts_))
+    request = good(pack, tp_size=1, tp_rank=0, ep_size=2, ep_rank=1, expert_map=second)
+    require(request, pack.manifest, pack.root)
+    with pytest.raises(UsageError, match=r"placed the experts otherwise.*--expert-placement-strategy linear"):
+        require(replace(request, ep_rank=0), pack.manifest, pack.root)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"tp_size": 4},
+            r"made for other ranks \(expected --tensor-parallel-size 2 \(tp 2, ep 1\), found tp 4, ep 1\)",
+        ),
+        ({"tp_size": 1, "ep_size": 2}, r"hybrid-pack convert \S+ --out OUT --tp 1 --ep 2"),
+        ({"dp_size": 2}, r"data parallelism"),
+        ({"hidden_size": 64}, r"hidden size of model.layers.3.mlp.experts"),
+        ({"intermediate_size": 64}, r"intermediate size"),
+        ({"num_experts": 16}, r"number of experts"),
+        ({"top_k": 4}, r"experts a token visits"),
+        ({"dtype": "float16"}, r"dtype .* \(expected bfloat16, found float16\)"),
+        ({"activation": "gelu"}, r"activation .* is not the pack's \(expected silu, found gelu\)"),
+        ({"limit": 7.0}, r"expected silu, found silu\(limit=7.0\)"),
+        ({"refused": ("biases of experts",)}, r"cannot be served with biases of experts"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    changes: dict[str, Any], message: str, packs: dict[tuple[int, int], Pack]
+) -> None:
+    pack = packs[2, 1]
+    with pytest.raises(UsageError, match=message):
+        require(good(pack, **changes), pack.manifest, pack.root)
+
+
+def test_a_pack_split_both_ways_is_for_no_vllm(packs: dict[tuple[int, int], Pack]) -> None:
+    with pytest.raises(UsageError, match="no vLLM at all"):
+        require(good(packs[2, 2]), packs[2, 2].manifest, packs[2, 2].root)
+
+
+def rank_experts(pack: Pack, rank: int = 1) -> experts.RankExperts:
+    log = logging.getLogger("test_vllm_rules")
+    return experts.RankExperts(pack, rank, torch.device("cpu"), Options(), 8, True, log)
+
+
+def test_layers_announced_together_come_together(
+    packs: dict[tuple[int, int], Pack], caplog: pytest.LogCaptureFixture
+) -> None:
+    pack = packs[2, 1]
+    rank = rank_experts(pack)
+    first, *_, last = pack.layers
+    for layer in pack.layers[:-1]:
+        rank.announce(layer)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # as vLLM does while it loads
+    try:
+        with caplog.at_level(logging.INFO):
+            moe, report = rank.take(first)
+            assert torch.get_default_dtype() is torch.bfloat16
+    finally:
+        torch.set_default_dtype(before)
+    assert report.layers == pack.layers[:-1]
+    assert (moe.layer.layer, moe.layer.rank, moe.backend, moe.max_tokens) == (first, 1, "torch", 8)
+    rank.announce(last)
+    assert rank.take(last)[1].layers == (last,)
+    assert caplog.records[0].getMessage().startswith(f"hybrid_pack: loading {len(pack.layers) - 1} layers of rank 1")
+    assert any("not b12x: " in record.getMessage() for record in caplog.records), "why it is the slow one is said"
+
+
+def test_a_damaged_shard_stops_it_by_name(packs: dict[tuple[int, int], Pack], tmp_path: Path) -> None:
+    import shutil
+
+    root = Path(shutil.copytree(packs[2, 1].root, tmp_path / "pack"))
+    shard = min(root.glob("experts/*/rank-1/*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    pack = hybrid_pack.open_pack(root)
+    with pytest.raises(HybridPackError, match=shard.name):
+        rank_experts(pack).take(pack.layers[0])
+
+
+def test_registering_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    import sys
+
+    from hybrid_pack.integrations.vllm import register
+
+    monkeypatch.setitem(sys.modules, "hybrid_pack.integrations.vllm.registration", SimpleNamespace())
+    with caplog.at_level(logging.WARNING):
+        register()
+    assert "cannot be registered" in caplog.text
