@@ -234,7 +234,8 @@ def test_compressed_tensors_second_scale_is_a_reciprocal() -> None:
 
 GOOD = Request(
     prefix="model.layers.3.mlp.experts", layer=3, tp_size=2, tp_rank=1, ep_size=1, ep_rank=0, dp_size=1,
-    hidden_size=256, intermediate_size=256, num_experts=8, top_k=2, activation="silu", limit=None, dtype="bfloat16", expert_map=None,
+    hidden_size=256, intermediate_size=256, num_experts=8, top_k=2, activation="silu", limit=None, dtype="bfloat16",
+    expert_map=None,
 )  # fmt: skip
 
 
