@@ -4,13 +4,17 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint schema clean
+.PHONY: demo test test-vllm lint schema clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed-dev
 	HYBRID_PACK_REQUIRE_B12X=1 $(BIN)/python -m pytest -n 2 $(TESTS)
+
+test-vllm: $(VENV)/.installed-dev
+	test -x $(VENV)-vllm/bin/python || tests/integrations/vllm_site.sh $(BIN)/python $(VENV)-vllm
+	HYBRID_PACK_REQUIRE_VLLM=1 $(VENV)-vllm/bin/python -m pytest -n 2 tests/integrations
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -34,4 +38,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo-out .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-vllm build dist *.egg-info demo-out .pytest_cache .mypy_cache .ruff_cache

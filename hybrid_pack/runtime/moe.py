@@ -71,6 +71,12 @@ class HybridMoE:
                 RuntimeWarning, stacklevel=2,
             )  # fmt: skip
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Device memory of the runtime this layer shares with others; 0 where the backend has none."""
+        runtime = getattr(self._run, "runtime", None)
+        return 0 if runtime is None else int(runtime.nbytes)
+
     def __call__(
         self,
         x: torch.Tensor,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hybrid_pack.integrations.vllm.session import Session
 
 WHERE = "config.json quantization_config"
+MANIFEST = "hybrid_pack.json"
 
 
 class HybridPackConfig(QuantizationConfig):
@@ -37,6 +38,8 @@ class HybridPackConfig(QuantizationConfig):
         source = document.get("source_quantization_config")
         if source is not None and not isinstance(source, Mapping):
             raise DataError("not an object", where=f"{WHERE}.source_quantization_config", found=repr(source))
+        if (manifest := document.get("manifest")) != MANIFEST:
+            raise DataError("no such manifest", where=f"{WHERE}.manifest", expected=MANIFEST, found=repr(manifest))
         self.source: dict[str, Any] = dict(source or {})
         self.model: str | None = None
         self.mappers: list[Any] = []

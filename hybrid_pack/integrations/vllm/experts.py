@@ -88,11 +88,10 @@ class RankExperts:
         loaded = self.pack.load_rank(self.rank, self.device, wanted, check=self.options.check)
         self._loaded.update(loaded)
         self._report = loaded.report
-        beyond = ""
-        if self.device.type == "cuda":
-            peak = _peak_bytes(self.device)
-            rest = max(peak - torch.cuda.memory_allocated(self.device), 0) if peak > before else 0
-            beyond = f"; device memory beyond the weights at most {rest / 2**20:.0f} MiB"
+        peak, beyond = _peak_bytes(self.device), ""
+        if peak > before:  # else something that was loaded earlier needed more, and nothing can be said
+            rest = peak - torch.cuda.memory_allocated(self.device)
+            beyond = f"; device memory beyond the weights {rest / 2**20:.0f} MiB"
         self._log.info("hybrid_pack: %s%s", loaded.report, beyond)
 
     def _ready(self, weights: PackedMoELayer) -> HybridMoE:
@@ -107,7 +106,8 @@ class RankExperts:
         text = f"backend {moe.backend} ({why})"
         if text not in self._told:
             self._told.add(text)
-            self._log.info("hybrid_pack: %s, up to %d tokens a call", text, self.max_tokens)
+            scratch = f", scratch of all layers {moe.scratch_bytes / 2**20:.0f} MiB" if moe.scratch_bytes else ""
+            self._log.info("hybrid_pack: %s, up to %d tokens a call%s", text, self.max_tokens, scratch)
         return moe
 
 
