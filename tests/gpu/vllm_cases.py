@@ -1,0 +1,211 @@
+"""Which engines are compared, and how they are run: each in a process of its own, several at a time on one GPU.
+
+    python -m tests.gpu.vllm_cases STAGE MODELS_FOLDER WORK_FOLDER
+
+KV caches have an explicit size, so vLLM profiles no memory that another process is just taking.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hybrid_pack
+from tests.gpu.vllm_models import SHAPES
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CAPTURE = [1, 2, 4, 8, 16, 32, 64]
+GRAPHS: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": CAPTURE}}
+PIECEWISE: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": CAPTURE, "cudagraph_mode": "PIECEWISE"}}
+EAGER: dict[str, Any] = {"enforce_eager": True}
+TORCH: dict[str, Any] = EAGER | {"additional_config": {"hybrid_pack": {"backend": "torch"}}}
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+ENVIRONMENT = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_MLA_DISABLE": "1",  # MLA's prefill needs FlashAttention's library, which the bundle leaves out
+    "OMP_NUM_THREADS": "2",
+    "TORCHINDUCTOR_COMPILE_THREADS": "2",
+}
+"""Of the test machine, whose vLLM came without FlashAttention, FlashMLA and DeepGEMM; users need none of these."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine.
+
+    Attributes:
+        name: Model, weights and way, such as ``qwen3_moe/pack/graphs``.
+        kind: ``parity``, ``calls`` or ``refuse``.
+        folder: Of the checkpoint, under the model's.
+        engine: Arguments of ``vllm.LLM`` beyond the common ones.
+        method: How vLLM starts its engine process.
+        environment: Variables beyond the common ones.
+        all_sizes: Whether all batch sizes are run, or a few.
+        seconds: Until it is ended.
+    """
+
+    name: str
+    kind: str
+    folder: str
+    engine: dict[str, Any] = field(default_factory=dict)
+    method: str = "fork"
+    environment: dict[str, str] = field(default_factory=dict)
+    all_sizes: bool = False
+    seconds: int = 270
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+        return self.name.partition("/")[0]
+
+    @property
+    def slug(self) -> str:
+        """Name as part of a file's name."""
+        return self.name.replace("/", "-").replace(" ", "-")
+
+
+def parity_cases() -> list[Case]:
+    """Pack and dequantised checkpoint of each model, the slowest to start first."""
+    return [
+        *(Case(f"{m}/pack/graphs", "parity", "pack", GRAPHS, method="spawn", all_sizes=True) for m in SHAPES),
+        Case("qwen3_moe/bf16/graphs", "parity", "bf16", GRAPHS, all_sizes=True),
+        Case("qwen3_moe/pack/piecewise", "parity", "pack", PIECEWISE),
+        *(Case(f"{m}/pack/torch", "parity", "pack", TORCH) for m in SHAPES),
+        *(Case(f"{m}/bf16/eager", "parity", "bf16", EAGER, all_sizes=True) for m in SHAPES),
+        *(Case(f"{m}/pack/eager", "parity", "pack", EAGER, all_sizes=True) for m in SHAPES),
+        Case("qwen3_moe/pack/small chunks", "parity", "pack", EAGER | {"max_num_batched_tokens": 128}, method="spawn"),
+        Case(
+            "deepseek_v3/pack/mtp", "parity", "pack",
+            EAGER | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+        ),
+        Case("qwen3_moe/refused/tp2 pack", "refuse", "pack-tp2", EAGER, environment=IN_PROCESS),
+    ]  # fmt: skip
+
+
+def calls_cases() -> list[Case]:
+    """Engines in the process itself, so that calls and memory can be watched."""
+    return [
+        *(Case(f"{m}/calls/eager", "calls", "pack", EAGER, environment=IN_PROCESS) for m in SHAPES),
+        Case("qwen3_moe/calls/graphs", "calls", "pack", GRAPHS, environment=IN_PROCESS),
+        Case("deepseek_v3/calls/graphs", "calls", "pack", GRAPHS, environment=IN_PROCESS),
+    ]
+
+
+def tp2_cases() -> list[Case]:
+    """Two GPUs against one, of the same checkpoint."""
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
+    return [
+        Case("qwen3_moe/tp2/eager", "parity", "pack-tp2", EAGER | two, method="spawn"),
+        Case("qwen3_moe/tp2/graphs", "parity", "pack-tp2", GRAPHS | two, method="spawn"),
+        Case("qwen3_moe/pack/eager", "parity", "pack", EAGER, all_sizes=True),
+        Case("qwen3_moe/bf16/eager", "parity", "bf16", EAGER, all_sizes=True),
+    ]
+
+
+STAGES = {"parity": parity_cases, "calls": calls_cases, "tp2": tp2_cases}
+
+
+def engine_arguments(model: Path, case: Case) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM``."""
+    return {
+        "model": str(model), "skip_tokenizer_init": True, "dtype": "bfloat16", "attention_backend": "TRITON_ATTN",
+        "max_model_len": 2304, "max_num_seqs": 64, "max_num_batched_tokens": 1024, "enable_prefix_caching": True,
+        "kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.05, "seed": 0, "generation_config": "vllm",
+        "disable_log_stats": True, **case.engine,
+    }  # fmt: skip
+
+
+def write_entry_points(folder: Path, extra: str = "") -> None:
+    """What an installed wheel would have: metadata with the entry point, so that vLLM finds the plugin itself."""
+    info = folder / f"hybrid_pack-{hybrid_pack.__version__}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    version = f"Metadata-Version: 2.1\nName: hybrid-pack\nVersion: {hybrid_pack.__version__}\n"
+    (info / "METADATA").write_text(version)
+    points = f"[vllm.general_plugins]\nhybrid_pack = hybrid_pack.integrations.vllm:register\n{extra}"
+    (info / "entry_points.txt").write_text(points)
+
+
+def child_environment(work: Path, name: str, more: dict[str, str]) -> dict[str, str]:
+    """The variables of a case; vLLM's compile cache is its own, so that cases that start together do not meet in it."""
+    plugin = work / "plugin"
+    path = os.pathsep.join([str(ROOT), str(plugin), *filter(None, [os.environ.get("PYTHONPATH")])])
+    cache = {"VLLM_CACHE_ROOT": str(work / "cache" / name)}
+    return os.environ | ENVIRONMENT | cache | {"PYTHONPATH": path} | more
+
+
+def run_case(case: Case, models: Path, work: Path) -> dict[str, Any]:
+    """Run a case in a process; its result, with ``log``, ``wall_seconds`` and, where it failed, ``error``."""
+    work.mkdir(parents=True, exist_ok=True)
+    given, out, log = (work / f"{case.slug}.{kind}" for kind in ("case.json", "result.json", "log"))
+    out.unlink(missing_ok=True)
+    engine = engine_arguments(models / case.model / case.folder, case)
+    vocab = SHAPES[case.model].vocab
+    document = {"name": case.name, "kind": case.kind, "vocab": vocab, "all_sizes": case.all_sizes, "engine": engine}
+    given.write_text(json.dumps(document))
+    environment = child_environment(work, case.slug, {"VLLM_WORKER_MULTIPROC_METHOD": case.method} | case.environment)
+    began = time.monotonic()
+    status = run_limited(
+        [sys.executable, "-m", "tests.gpu.vllm_run", str(given), str(out)], environment, log, case.seconds
+    )
+    result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    if status and "error" not in result:
+        result["error"] = f"exit status {status}" if status != "timeout" else f"ended after {case.seconds} s"
+    result["wall_seconds"] = round(time.monotonic() - began, 1)
+    result["log"] = log.read_text(errors="replace")
+    print(f"{case.name}: {result.get('error', 'done')} ({result['wall_seconds']} s)", flush=True)
+    return result
+
+
+def run_limited(command: list[str], environment: dict[str, str], log: Path, seconds: float) -> int | str:
+    """Run a command with its output in a file; at the time limit it is ended with all of its children."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return "timeout"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # engine processes that outlived it hold GPU memory
+            process.wait()
+
+
+def run_cases(cases: Sequence[Case], models: Path, work: Path, slots: int) -> dict[str, dict[str, Any]]:
+    """All cases, as many at a time as there are slots; results by name."""
+    write_entry_points(work / "plugin")
+    with ThreadPoolExecutor(slots) as pool:
+        results = pool.map(lambda case: run_case(case, models, work), cases)
+        return {case.name: result for case, result in zip(cases, results, strict=True)}
+
+
+def keep(stage: str, results: dict[str, dict[str, Any]], out: Path) -> None:
+    """Two files of a stage: results, and all logs one after the other."""
+    out.mkdir(parents=True, exist_ok=True)
+    logs = [f"{'=' * 20} {name}: {r.get('error', 'done')}\n{r['log']}" for name, r in results.items()]
+    (out / f"vllm_{stage}.log").write_text("\n".join(logs))
+    bare = {name: {k: v for k, v in result.items() if k != "log"} for name, result in results.items()}
+    (out / f"vllm_{stage}.json").write_text(json.dumps(bare))
+
+
+if __name__ == "__main__":
+    found = run_cases(STAGES[sys.argv[1]](), Path(sys.argv[2]), Path(sys.argv[3]), int(os.environ.get("SLOTS", "8")))
+    keep(sys.argv[1], found, Path(os.environ.get("OUT", sys.argv[3])))
+    sys.exit(any("error" in result for result in found.values()))
