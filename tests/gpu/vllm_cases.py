@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 CAPTURE = [1, 2, 4, 8, 16, 32, 64]
 GRAPHS: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": CAPTURE}}
 PIECEWISE: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": CAPTURE, "cudagraph_mode": "PIECEWISE"}}
+GRAPHS_OF_FEW = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
 EAGER: dict[str, Any] = {"enforce_eager": True}
 TORCH: dict[str, Any] = EAGER | {"additional_config": {"hybrid_pack": {"backend": "torch"}}}
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
