@@ -139,8 +139,10 @@ def _waited(action: Any) -> float:
 
 
 def _peak_host_bytes() -> int:
+    """Peak resident memory, mapped files included."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]  # some kernels have none
+    return found[0] if found else common.peak_rss_bytes()
 
 
 def speed(llm: Any, vocab: int, batch: int) -> dict[str, Any]:

@@ -104,6 +104,8 @@ def test_graphs_were_full_and_piecewise(stage: Callable[[str], Results], model: 
     found = result_of(stage("parity"), f"{model}/pack/graphs")["vllm"]
     assert "FULL_AND_PIECEWISE" in found["cudagraph_mode"] and found["capture_sizes"] == vllm_cases.CAPTURE
     assert found["multiproc_method"] == "spawn"
+    log = stage("parity")[f"{model}/pack/graphs"]["log"]
+    assert "CUDA graphs (mixed prefill-decode, PIECEWISE)" in log and "CUDA graphs (decode, FULL)" in log
 
 
 @pytest.mark.parametrize("name", PARITY)
@@ -126,15 +128,15 @@ def test_a_pack_for_other_ranks_is_refused_before_anything_is_loaded(stage: Call
 def test_calls_wait_for_nothing_and_allocate_nothing(stage: Callable[[str], Results], name: str) -> None:
     result = result_of(stage("calls"), name)
     assert result["backends"] == ["b12x"] and result["errors"] == []
-    assert result["calls"] >= 3 * 16 * len(result["layers"])
+    assert result["calls"] >= 4 * 16 * len(result["layers"])
     assert {1, 9, 64} <= set(result["tokens"]) and max(result["tokens"]) == 1024
     assert set(result["allocations"]) == {"0"}, f"calls by number of allocations: {result['allocations']}"
 
 
 @pytest.mark.parametrize("name", [case.name for case in vllm_cases.calls_cases()])
 def test_memory_does_not_grow_with_requests(stage: Callable[[str], Results], name: str) -> None:
-    """After the first round, in which vLLM's own sampler allocates, nothing more is taken from the driver."""
-    after = result_of(stage("calls"), name)["memory"][1:]
+    """After the first two rounds, in which vLLM's own parts allocate too, nothing more is taken from the driver."""
+    after = result_of(stage("calls"), name)["memory"][2:]
     assert len({round_["reserved"] for round_ in after}) == 1, after
     assert len({round_["segments"] for round_ in after}) == 1, after
 

@@ -39,6 +39,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_MLA_DISABLE": "1",  # MLA's prefill needs FlashAttention's library, which the bundle leaves out
     "OMP_NUM_THREADS": "2",
     "TORCHINDUCTOR_COMPILE_THREADS": "2",
@@ -150,8 +151,15 @@ def child_environment(work: Path, name: str, more: dict[str, str]) -> dict[str, 
     return os.environ | ENVIRONMENT | cache | {"PYTHONPATH": path} | more
 
 
-def run_case(case: Case, models: Path, work: Path) -> dict[str, Any]:
-    """Run a case in a process; its result, with ``log``, ``wall_seconds`` and, where it failed, ``error``."""
+def run_case(case: Case, models: Path, work: Path, port: int) -> dict[str, Any]:
+    """Run a case in a process; its result, with ``log``, ``wall_seconds`` and, where it failed, ``error``.
+
+    Args:
+        case: What to run.
+        models: Where the models are.
+        work: For its files.
+        port: First of those its engine may use, so that engines that start together do not pick the same.
+    """
     work.mkdir(parents=True, exist_ok=True)
     given, out, log = (work / f"{case.slug}.{kind}" for kind in ("case.json", "result.json", "log"))
     out.unlink(missing_ok=True)
@@ -159,7 +167,8 @@ def run_case(case: Case, models: Path, work: Path) -> dict[str, Any]:
     vocab = SHAPES[case.model].vocab
     document = {"name": case.name, "kind": case.kind, "vocab": vocab, "all_sizes": case.all_sizes, "engine": engine}
     given.write_text(json.dumps(document))
-    environment = child_environment(work, case.slug, {"VLLM_WORKER_MULTIPROC_METHOD": case.method} | case.environment)
+    own = {"VLLM_WORKER_MULTIPROC_METHOD": case.method, "VLLM_PORT": str(port)} | case.environment
+    environment = child_environment(work, case.slug, own)
     began = time.monotonic()
     status = run_limited(
         [sys.executable, "-m", "tests.gpu.vllm_run", str(given), str(out)], environment, log, case.seconds
@@ -193,7 +202,7 @@ def run_cases(cases: Sequence[Case], models: Path, work: Path, slots: int) -> di
     """All cases, as many at a time as there are slots; results by name."""
     write_entry_points(work / "plugin")
     with ThreadPoolExecutor(slots) as pool:
-        results = pool.map(lambda case: run_case(case, models, work), cases)
+        results = pool.map(lambda case, port: run_case(case, models, work, port), cases, range(21000, 65000, 200))
         return {case.name: result for case, result in zip(cases, results, strict=True)}
 
 

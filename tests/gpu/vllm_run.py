@@ -120,7 +120,7 @@ def calls(llm: Any, case: dict[str, Any]) -> dict[str, Any]:
         }  # fmt: skip
 
     snapshots = [memory()]
-    for number in range(3):
+    for number in range(4):
         for given in (batch, batch[:9], batch[:1], long):
             generate(llm, given, new_tokens=4)
         llm.reset_prefix_cache()

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Packs in vLLM on a GPU: small models, their parity, what calls do, and the start-up benchmark, one stage after the other:
+#   benchmarks/vllm_all.sh [unpack] [models] [parity] [calls] [serve-models] [serve] [tp2]     all but tp2 (two GPUs)
+# Results go to $OUT (two files a stage), models to MODELS. COMMIT names the commit where there is no git, PYTHON the
+# python, SLOTS how many engines run at a time. Where vLLM is not installed, vllm_setup.sh unpacks what was carried.
+# unpack, models and serve-models need no vLLM: they can run in a call that carries b12x alone.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+export OUT=${OUT:-$PWD/benchmarks/results} MODELS=${MODELS:-/tmp/vllm-models} PYTHONUNBUFFERED=1
+export HYBRID_PACK_REQUIRE_GPU=1 HYBRID_PACK_REQUIRE_B12X=1 HYBRID_PACK_REQUIRE_VLLM=1
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+mkdir -p "$OUT" "$MODELS"
+"$python" -c "import importlib.util as u, sys
+sys.exit(not all(map(u.find_spec, ('blake3', 'pydantic', 'cutlass', 'b12x', 'vllm'))))" || . benchmarks/vllm_setup.sh
+export HYBRID_PACK_VLLM_MODELS=$MODELS
+rm -f "$OUT/vllm_comparisons.jsonl"
+
+failed=0
+run() {
+  local began=$SECONDS name=$1 status=0
+  shift
+  echo "== $name: $*"
+  timeout "${LIMIT:-590}" "$@" 2>&1 | tee "$OUT/vllm_$name.txt" || status=$?
+  echo "== $name took $((SECONDS - began)) s, exit code $status"
+  [ $status = 0 ] || failed=1
+}
+
+pytest="$python -m pytest -q -m gpu -p no:cacheprovider -rs tests/gpu/test_gpu_vllm.py"
+for stage in ${@:-unpack models parity calls serve-models serve}; do
+  case $stage in
+    unpack)
+      run unpack "$python" -c "
+import importlib.metadata as m, importlib.util as u
+for name in ('torch', 'triton', 'transformers', 'vllm', 'b12x', 'nvidia-cutlass-dsl', 'apache-tvm-ffi', 'pydantic'):
+    try: print(name, m.version(name))
+    except m.PackageNotFoundError: print(name, 'is not there')
+for name in ('b12x', 'cutlass', 'tvm_ffi', 'vllm', 'blake3'):
+    found = u.find_spec(name)
+    print(name, 'from', found and (found.origin or list(found.submodule_search_locations)[0]))"
+      ;;
+    models) run models "$python" -m tests.gpu.vllm_models "$MODELS" ;;
+    parity) run parity $pytest -k "not calls and not memory and not two_ranks" ;;
+    calls) run calls $pytest -k "calls or memory" ;;
+    tp2) HYBRID_PACK_REQUIRE_GPUS=2 run tp2 $pytest -k two_ranks ;;
+    serve-models) run serve-models "$python" -m benchmarks.vllm_serve --folder "$MODELS/serve" --prepare ;;
+    serve) run serve "$python" -m benchmarks.vllm_serve --folder "$MODELS/serve" --out "$OUT/vllm_serve.json" \
+      --seconds "${SERVE_SECONDS:-480}" --starts "${STARTS:-1}" ;;
+    *) echo "no such stage: $stage"; exit 2 ;;
+  esac
+done
+[ ! -f "$OUT/vllm_comparisons.jsonl" ] || { echo "== comparisons"; cat "$OUT/vllm_comparisons.jsonl"; }
+# Eight files come back: what a stage printed is in its log already.
+for stage in unpack models serve-models parity calls tp2 serve; do
+  [ ! -f "$OUT/vllm_$stage.txt" ] || { echo "== $stage"; cat "$OUT/vllm_$stage.txt"; rm "$OUT/vllm_$stage.txt"; }
+done >"$OUT/vllm_stages.txt"
+[ $failed = 0 ] && echo "== all good" || echo "== something FAILED"
+exit $failed
