@@ -111,9 +111,11 @@ def register() -> None:
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
             moe = self.moe
             sizes = int(moe.hidden_dim), int(moe.intermediate_size_per_partition), int(moe.experts_per_token)
-            weights = repack(self.source, self.layer, self.number, sizes, torch.device("cuda"))
+            device = torch.device(moe.device)
+            weights = repack(self.source, self.layer, self.number, sizes, device)
+            backend = "b12x" if device.type == "cuda" else "torch"
             with float32_by_default():
-                self.hybrid = HybridMoE(weights, sizes[2], int(moe.max_num_tokens), "b12x")
+                self.hybrid = HybridMoE(weights, sizes[2], int(moe.max_num_tokens), backend)
 
         def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
             """None: no kernel of vLLM runs these weights."""
