@@ -27,6 +27,11 @@ run() {
 }
 
 pytest="$python -m pytest -q -m gpu -p no:cacheprovider -rs tests/gpu/test_gpu_vllm.py"
+need() {
+  "$python" -c "import importlib.util as u, sys
+sys.exit('\n'.join(f'{n} is not there: carry its bundle first, see vllm_setup.sh' for n in ('b12x', 'vllm') if not u.find_spec(n)) or 0)" || exit 3
+}
+
 for stage in ${@:-unpack models parity calls serve-models serve}; do
   case $stage in
     unpack)
@@ -40,11 +45,11 @@ for name in ('b12x', 'cutlass', 'tvm_ffi', 'vllm', 'blake3'):
     print(name, 'from', found and (found.origin or list(found.submodule_search_locations)[0]))"
       ;;
     models) run models "$python" -m tests.gpu.vllm_models "$MODELS" ;;
-    parity) run parity $pytest -k "not calls and not memory and not two_ranks" ;;
-    calls) run calls $pytest -k "calls or memory" ;;
-    tp2) HYBRID_PACK_REQUIRE_GPUS=2 run tp2 $pytest -k two_ranks ;;
+    parity) need; run parity $pytest -k "not calls and not memory and not two_ranks" ;;
+    calls) need; run calls $pytest -k "calls or memory" ;;
+    tp2) need; HYBRID_PACK_REQUIRE_GPUS=2 run tp2 $pytest -k two_ranks ;;
     serve-models) run serve-models "$python" -m benchmarks.vllm_serve --folder "$MODELS/serve" --prepare ;;
-    serve) run serve "$python" -m benchmarks.vllm_serve --folder "$MODELS/serve" --out "$OUT/vllm_serve.json" \
+    serve) need; run serve "$python" -m benchmarks.vllm_serve --folder "$MODELS/serve" --out "$OUT/vllm_serve.json" \
       --seconds "${SERVE_SECONDS:-480}" --starts "${STARTS:-1}" ;;
     *) echo "no such stage: $stage"; exit 2 ;;
   esac
