@@ -117,6 +117,12 @@ def test_long_prompts_came_in_chunks_and_again_from_the_cache(stage: Callable[[s
     assert [answer["cached"] > 1000 for answer in result["answers"]["long again"]] == [True] * 5
 
 
+@pytest.mark.parametrize("model", SHAPES)
+def test_engines_in_a_forked_process_too(stage: Callable[[str], Results], model: str) -> None:
+    """vLLM says so in the environment where it must spawn after all."""
+    assert result_of(stage("parity"), f"{model}/pack/eager")["vllm"]["multiproc_method"] == "fork"
+
+
 def test_a_pack_for_other_ranks_is_refused_before_anything_is_loaded(stage: Callable[[str], Results]) -> None:
     result = result_of(stage("parity"), "qwen3_moe/refused/tp2 pack")
     said = " ".join(result["refused"])

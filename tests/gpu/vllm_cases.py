@@ -86,15 +86,15 @@ def parity_cases() -> list[Case]:
     """Pack and dequantised checkpoint of each model, the slowest to start first."""
     return [
         *(Case(f"{m}/pack/graphs", "parity", "pack", GRAPHS, method="spawn", all_sizes=True) for m in SHAPES),
-        Case("qwen3_moe/bf16/graphs", "parity", "bf16", GRAPHS, all_sizes=True),
+        Case("qwen3_moe/bf16/graphs", "parity", "bf16", GRAPHS, environment=IN_PROCESS, all_sizes=True),
         Case("qwen3_moe/pack/piecewise", "parity", "pack", PIECEWISE),
-        *(Case(f"{m}/pack/torch", "parity", "pack", TORCH) for m in SHAPES),
-        *(Case(f"{m}/bf16/eager", "parity", "bf16", EAGER, all_sizes=True) for m in SHAPES),
+        *(Case(f"{m}/pack/torch", "parity", "pack", TORCH, environment=IN_PROCESS) for m in SHAPES),
+        *(Case(f"{m}/bf16/eager", "parity", "bf16", EAGER, environment=IN_PROCESS, all_sizes=True) for m in SHAPES),
         *(Case(f"{m}/pack/eager", "parity", "pack", EAGER, all_sizes=True) for m in SHAPES),
         Case("qwen3_moe/pack/small chunks", "parity", "pack", EAGER | {"max_num_batched_tokens": 128}, method="spawn"),
         Case(
             "deepseek_v3/pack/mtp", "parity", "pack",
-            EAGER | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+            EAGER | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}, environment=IN_PROCESS,
         ),
         Case("qwen3_moe/refused/tp2 pack", "refuse", "pack-tp2", EAGER, environment=IN_PROCESS),
     ]  # fmt: skip
@@ -116,7 +116,7 @@ def tp2_cases() -> list[Case]:
         Case("qwen3_moe/tp2/eager", "parity", "pack-tp2", EAGER | two, method="spawn"),
         Case("qwen3_moe/tp2/graphs", "parity", "pack-tp2", GRAPHS | two, method="spawn"),
         Case("qwen3_moe/pack/eager", "parity", "pack", EAGER, all_sizes=True),
-        Case("qwen3_moe/bf16/eager", "parity", "bf16", EAGER, all_sizes=True),
+        Case("qwen3_moe/bf16/eager", "parity", "bf16", EAGER, environment=IN_PROCESS, all_sizes=True),
     ]
 
 
