@@ -74,7 +74,7 @@ def look(model: torch.nn.Module) -> dict[str, Any]:
             assert torch.equal(y, method.hybrid(x, weights, ids))
             found["experts"][method.layer] = y
             found["reports"][method.layer] = method.report.layers
-            found["parameters"][name] = [n for n, _ in module.named_parameters()]
+            found["parameters"][name] = [n for n, _ in module.named_parameters(recurse=False)]
         elif isinstance(module, LinearBase) and ".self_attn." in name:
             eye = torch.eye(module.input_size_per_partition, dtype=torch.bfloat16)
             found["linear"][name] = method.apply(module, eye, None).T.contiguous()

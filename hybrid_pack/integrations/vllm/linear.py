@@ -83,19 +83,17 @@ def linear_method(config: HybridPackConfig, layer: Any, prefix: str, stored: Sto
                 reason = source.problem or f"the source's config gives {type(method).__name__}"
                 method = None if make is None else make()
             if method is not None:
-                _tell("by vLLM's " + type(method).__name__, stored, prefix, "")
+                _tell(f"run by vLLM's {type(method).__name__}", stored, prefix)
                 return method
         except Exception as error:  # a GPU that lacks what a kernel needs, a config of another vLLM
             reason = f"vLLM's method failed: {type(error).__name__}: {error}"
     method = DequantisedLinearMethod(stored, prefix)
-    _tell("dequantised to BF16 while loading", stored, prefix, f", since {reason}")
+    _tell("dequantised to BF16 while loading", stored, prefix, f", since {' '.join(reason.split())}")
     return method
 
 
-def _tell(how: str, stored: Stored, prefix: str, why: str) -> None:
+def _tell(how: str, stored: Stored, prefix: str, why: str = "") -> None:
     """One line for each format and way."""
     if (how, stored.form.name) not in _told:
         _told.add((how, stored.form.name))
-        logger.info(
-            "hybrid_pack: base layers stored as %s (%s and on) are run %s%s", stored.form.name, prefix, how, why
-        )
+        logger.info("hybrid_pack: base layers stored as %s (from %s on) are %s%s", stored.form.name, prefix, how, why)
