@@ -48,7 +48,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
         cases = vllm_cases.STAGES[name]()
         for model in sorted({case.model for case in cases}):
             vllm_models.make(models, model)
-        results = vllm_cases.run_cases(cases, models, work, int(os.environ.get("SLOTS", "8")))
+        slots = int(os.environ.get("SLOTS", "8"))
+        results = vllm_cases.run_cases(cases, models, work, slots, vllm_cases.PORTS[name])
         vllm_cases.keep(name, results, OUT)
         return results
 
@@ -121,6 +122,13 @@ def test_long_prompts_came_in_chunks_and_again_from_the_cache(stage: Callable[[s
 def test_engines_in_a_forked_process_too(stage: Callable[[str], Results], model: str) -> None:
     """vLLM says so in the environment where it must spawn after all."""
     assert result_of(stage("parity"), f"{model}/pack/eager")["vllm"]["multiproc_method"] == "fork"
+
+
+def test_what_cannot_be_forked_is_spawned(stage: Callable[[str], Results]) -> None:
+    """vLLM was to fork, and b12x's own plugin had initialised the driver."""
+    name = "qwen3_moe/pack/piecewise"
+    assert result_of(stage("parity"), name)["vllm"]["multiproc_method"] == "spawn"
+    assert "hybrid_pack: the CUDA driver is in use in this process" in stage("parity")[name]["log"]
 
 
 def test_a_pack_for_other_ranks_is_refused_before_anything_is_loaded(stage: Callable[[str], Results]) -> None:

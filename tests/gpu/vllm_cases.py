@@ -28,9 +28,12 @@ CAPTURE = [1, 2, 4, 8, 16, 32, 64]
 GRAPHS: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": CAPTURE}}
 PIECEWISE: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": CAPTURE, "cudagraph_mode": "PIECEWISE"}}
 GRAPHS_OF_FEW = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+MTP = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": "TRITON_ATTN"}
 EAGER: dict[str, Any] = {"enforce_eager": True}
 TORCH: dict[str, Any] = EAGER | {"additional_config": {"hybrid_pack": {"backend": "torch"}}}
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+FORKED = {"VLLM_PLUGINS": "hybrid_pack"}
+"""Without b12x's own plugin, whose imports initialise the CUDA driver; after that ours has engines spawned."""
 
 ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -90,11 +93,11 @@ def parity_cases() -> list[Case]:
         Case("qwen3_moe/pack/piecewise", "parity", "pack", PIECEWISE),
         *(Case(f"{m}/pack/torch", "parity", "pack", TORCH, environment=IN_PROCESS) for m in SHAPES),
         *(Case(f"{m}/bf16/eager", "parity", "bf16", EAGER, environment=IN_PROCESS, all_sizes=True) for m in SHAPES),
-        *(Case(f"{m}/pack/eager", "parity", "pack", EAGER, all_sizes=True) for m in SHAPES),
+        *(Case(f"{m}/pack/eager", "parity", "pack", EAGER, environment=FORKED, all_sizes=True) for m in SHAPES),
         Case("qwen3_moe/pack/small chunks", "parity", "pack", EAGER | {"max_num_batched_tokens": 128}, method="spawn"),
         Case(
             "deepseek_v3/pack/mtp", "parity", "pack",
-            EAGER | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}, environment=IN_PROCESS,
+            EAGER | {"speculative_config": MTP}, environment=IN_PROCESS,
         ),
         Case("qwen3_moe/refused/tp2 pack", "refuse", "pack-tp2", EAGER, environment=IN_PROCESS),
     ]  # fmt: skip
@@ -121,6 +124,8 @@ def tp2_cases() -> list[Case]:
 
 
 STAGES = {"parity": parity_cases, "calls": calls_cases, "tp2": tp2_cases}
+PORTS = {"parity": 21000, "calls": 31000, "tp2": 41000}
+"""First port of each stage, since stages may run at one time."""
 
 
 def engine_arguments(model: Path, case: Case) -> dict[str, Any]:
@@ -198,11 +203,14 @@ def run_limited(command: list[str], environment: dict[str, str], log: Path, seco
             process.wait()
 
 
-def run_cases(cases: Sequence[Case], models: Path, work: Path, slots: int) -> dict[str, dict[str, Any]]:
+def run_cases(
+    cases: Sequence[Case], models: Path, work: Path, slots: int, first_port: int = 21000
+) -> dict[str, dict[str, Any]]:
     """All cases, as many at a time as there are slots; results by name."""
     write_entry_points(work / "plugin")
+    ports = range(first_port, 65000, 200)
     with ThreadPoolExecutor(slots) as pool:
-        results = pool.map(lambda case, port: run_case(case, models, work, port), cases, range(21000, 65000, 200))
+        results = pool.map(lambda case, port: run_case(case, models, work, port), cases, ports)
         return {case.name: result for case, result in zip(cases, results, strict=True)}
 
 
@@ -216,6 +224,7 @@ def keep(stage: str, results: dict[str, dict[str, Any]], out: Path) -> None:
 
 
 if __name__ == "__main__":
-    found = run_cases(STAGES[sys.argv[1]](), Path(sys.argv[2]), Path(sys.argv[3]), int(os.environ.get("SLOTS", "8")))
-    keep(sys.argv[1], found, Path(os.environ.get("OUT", sys.argv[3])))
+    stage, slots = sys.argv[1], int(os.environ.get("SLOTS", "8"))
+    found = run_cases(STAGES[stage](), Path(sys.argv[2]), Path(sys.argv[3]), slots, PORTS[stage])
+    keep(stage, found, Path(os.environ.get("OUT", sys.argv[3])))
     sys.exit(any("error" in result for result in found.values()))

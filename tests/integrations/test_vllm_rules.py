@@ -14,11 +14,12 @@ import torch
 import hybrid_pack
 from hybrid_pack.errors import DataError, HybridPackError, UsageError
 from hybrid_pack.formats.source import Header, SourceFormat, detect
-from hybrid_pack.integrations.vllm import experts
+from hybrid_pack.integrations.vllm import experts, processes
 from hybrid_pack.integrations.vllm.base import BaseTensors
 from hybrid_pack.integrations.vllm.dequantise import dequantise
 from hybrid_pack.integrations.vllm.options import Options, parse_options
 from hybrid_pack.integrations.vllm.prefixes import layer_of, stored_names
+from hybrid_pack.integrations.vllm.processes import METHOD, spawn_if_needed
 from hybrid_pack.integrations.vllm.request import Request, require
 from hybrid_pack.integrations.vllm.source import excludes, method_name
 from hybrid_pack.integrations.vllm.versions import why_not_version
@@ -334,7 +335,9 @@ def test_layers_announced_together_come_together(
     assert (moe.layer.layer, moe.layer.rank, moe.backend, moe.max_tokens) == (first, 1, "torch", 8)
     rank.announce(last)
     assert rank.take(last)[1].layers == (last,)
-    assert caplog.records[0].getMessage().startswith(f"hybrid_pack: loading {len(pack.layers) - 1} layers of rank 1")
+    count = len(pack.layers) - 1
+    expected = f"hybrid_pack: loading {count} layer{'s' * (count != 1)} of rank 1 from"
+    assert caplog.records[0].getMessage().startswith(expected)
     assert any("not b12x: " in record.getMessage() for record in caplog.records), "why it is the slow one is said"
 
 
@@ -358,3 +361,27 @@ def test_registering_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     with caplog.at_level(logging.WARNING):
         register()
     assert "cannot be registered" in caplog.text
+
+
+@pytest.mark.parametrize("before", ["fork", None, "spawn"])
+@pytest.mark.parametrize("in_use", [False, True])
+def test_engines_are_spawned_where_the_driver_is_in_use(
+    before: str | None, in_use: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    environment = {} if before is None else {METHOD: before}
+    caplog.set_level(logging.INFO)
+    spawn_if_needed(logging.getLogger("test"), environment, lambda: in_use)
+    assert environment.get(METHOD) == ("spawn" if in_use else before)
+    assert ("spawned, not forked" in caplog.text) == (in_use and before != "spawn")
+
+
+def test_a_driver_that_is_not_there_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(processes.ctypes, "CDLL", missing)
+    assert not processes.driver_in_use()
+    monkeypatch.setattr(processes.ctypes, "CDLL", lambda name: SimpleNamespace(cuDeviceGetCount=lambda at: 3))
+    assert not processes.driver_in_use()
+    monkeypatch.setattr(processes.ctypes, "CDLL", lambda name: SimpleNamespace(cuDeviceGetCount=lambda at: 0))
+    assert processes.driver_in_use()

@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from hybrid_pack.errors import DataError
 from hybrid_pack.integrations.vllm import QUANT_METHOD
+from hybrid_pack.integrations.vllm.processes import spawn_if_needed
 
 if TYPE_CHECKING:
     from hybrid_pack.integrations.vllm.session import Session
 
 WHERE = "config.json quantization_config"
+logger = init_logger("vllm.hybrid_pack")
 MANIFEST = "hybrid_pack.json"
 
 
@@ -70,6 +73,7 @@ class HybridPackConfig(QuantizationConfig):
 
     def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
         """Learn the model; a folder that is no pack is refused here, in the first process."""
+        spawn_if_needed(logger)
         self.model = model_name
         if Path(model_name).is_dir():
             from hybrid_pack.runtime.pack import open_pack

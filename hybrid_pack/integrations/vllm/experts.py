@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 
 import torch
 
@@ -83,7 +84,8 @@ class RankExperts:
     def _load(self, layer: int) -> None:
         wanted = [number for number in self.pack.layers if number in {*self._wanted, layer}]
         self._wanted = {}
-        self._log.info("hybrid_pack: loading %d layers of rank %d from %s", len(wanted), self.rank, self.pack.root)
+        layers = f"{len(wanted)} layer{'s' * (len(wanted) != 1)}"
+        self._log.info("hybrid_pack: loading %s of rank %d from %s", layers, self.rank, self.pack.root)
         before = _peak_bytes(self.device)
         loaded = self.pack.load_rank(self.rank, self.device, wanted, check=self.options.check)
         self._loaded.update(loaded)
@@ -96,7 +98,8 @@ class RankExperts:
 
     def _ready(self, weights: PackedMoELayer) -> HybridMoE:
         moe = HybridMoE(weights, weights.geometry.top_k, self.max_tokens, self.options.backend)
-        reasons = "; ".join(f"not {c.backend}: {c.reason}" for c in moe.choices if isinstance(c, Rejected))
+        better = takewhile(lambda choice: choice.backend != moe.backend, moe.choices)
+        reasons = "; ".join(f"not {c.backend}: {c.reason}" for c in better if isinstance(c, Rejected))
         why = "as asked for" if self.options.backend != "auto" else reasons or "the first choice"
         if moe.backend == "torch" and self.device.type == "cuda" and not self.eager:
             raise EnvironmentFailure(
