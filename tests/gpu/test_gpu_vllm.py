@@ -131,6 +131,15 @@ def test_what_cannot_be_forked_is_spawned(stage: Callable[[str], Results]) -> No
     assert "hybrid_pack: the CUDA driver is in use in this process" in stage("parity")[name]["log"]
 
 
+def test_base_layers_run_by_vllm_s_methods_or_in_bfloat16(stage: Callable[[str], Results]) -> None:
+    result_of(stage("parity"), "fp8_base/pack/eager")
+    log = stage("parity")["fp8_base/pack/eager"]["log"]
+    assert (
+        "stored as mxfp8 (from model.layers.0.self_attn.qkv_proj on) are run by vLLM's ModelOptMxFp8LinearMethod" in log
+    )
+    assert "stored as fp8_row (from model.layers.0.self_attn.o_proj on) are dequantised to BF16" in log
+
+
 def test_a_pack_for_other_ranks_is_refused_before_anything_is_loaded(stage: Callable[[str], Results]) -> None:
     result = result_of(stage("parity"), "qwen3_moe/refused/tp2 pack")
     said = " ".join(result["refused"])

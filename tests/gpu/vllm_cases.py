@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import hybrid_pack
-from tests.gpu.vllm_models import SHAPES
+from tests.gpu.vllm_models import EVERY, SHAPES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CAPTURE = [1, 2, 4, 8, 16, 32, 64]
@@ -99,6 +99,7 @@ def parity_cases() -> list[Case]:
             "deepseek_v3/pack/mtp", "parity", "pack",
             EAGER | {"speculative_config": MTP}, environment=IN_PROCESS,
         ),
+        *(Case(f"fp8_base/{kind}/eager", "parity", kind, EAGER, method="spawn") for kind in ("bf16", "pack")),
         Case("qwen3_moe/refused/tp2 pack", "refuse", "pack-tp2", EAGER, environment=IN_PROCESS),
     ]  # fmt: skip
 
@@ -169,7 +170,7 @@ def run_case(case: Case, models: Path, work: Path, port: int) -> dict[str, Any]:
     given, out, log = (work / f"{case.slug}.{kind}" for kind in ("case.json", "result.json", "log"))
     out.unlink(missing_ok=True)
     engine = engine_arguments(models / case.model / case.folder, case)
-    vocab = SHAPES[case.model].vocab
+    vocab = EVERY[case.model].vocab
     document = {"name": case.name, "kind": case.kind, "vocab": vocab, "all_sizes": case.all_sizes, "engine": engine}
     given.write_text(json.dumps(document))
     own = {"VLLM_WORKER_MULTIPROC_METHOD": case.method, "VLLM_PORT": str(port)} | case.environment

@@ -3,7 +3,8 @@
     python -m tests.gpu.vllm_models FOLDER [NAME ...]
 
 For each: ``NAME/source`` (hybrid: kept experts NVFP4 or MXFP4, the others NF3), ``NAME/pack`` (and ``NAME/pack-tp2``),
-as ``hybrid-pack convert`` makes them, and ``NAME/bf16``: the experts of the pack dequantised, all else the same.
+as ``hybrid-pack convert`` makes them, and ``NAME/bf16``: experts, and what of the base is quantised, in BF16, all else
+the same.
 
 How tokens are decided: the first ``CLASSES`` coordinates of the residual stream are a one-hot code of the token's
 class, which nothing in the model writes to. The router reads that block alone and ranks experts by wide margins, so
@@ -64,6 +65,7 @@ class Shape:
         mtp: Whether there is a multi-token-prediction layer, outside the map and all NVFP4.
         tp2: Whether a pack for two ranks is made too.
         steep: Class code, zeroed writes to it and a router that reads it; else a plain random router.
+        fp8_base: Whether qwen3_moe's attention is stored quantised: q, k and v as MXFP8, o as FP8 with a scale a row.
     """
 
     family: Literal["qwen3_moe", "deepseek_v3", "glm4_moe"]
@@ -84,6 +86,7 @@ class Shape:
     kv_heads: int = 2
     head_dim: int = 128
     steep: bool = True
+    fp8_base: bool = False
     seed: int = 1
 
     @property
@@ -107,6 +110,9 @@ SHAPES: dict[str, Shape] = {
     "deepseek_v3": Shape("deepseek_v3", kept_format="mxfp4", dense=1, groups=4, shared=True, mtp=True),
     "glm4_moe": Shape("glm4_moe", dense=1, shared=True, seed=2),
 }
+
+EVERY: dict[str, Shape] = {**SHAPES, "fp8_base": Shape("qwen3_moe", fp8_base=True, seed=3)}
+"""With one for the base's own formats."""
 
 LATENT, ROPE, NOPE, VALUE = 128, 64, 64, 64
 """deepseek_v3's attention. Heads of values are narrower than those of keys: vLLM pads them when MLA is off."""
@@ -160,10 +166,16 @@ def quantization(shape: Shape) -> dict[str, Any]:
 
 
 class _Base:
-    """Everything that is no routed expert, drawn from one generator in a fixed order."""
+    """Everything that is no routed expert, drawn from one generator in a fixed order.
 
-    def __init__(self, shape: Shape) -> None:
+    Args:
+        shape: The model.
+        dequantised: Whether what is stored quantised is BF16 here, of the values stored.
+    """
+
+    def __init__(self, shape: Shape, *, dequantised: bool = False) -> None:
         self.shape, self.rng = shape, np.random.default_rng([shape.seed, 7])
+        self.dequantised = dequantised
 
     def plain(self, name: str, values: np.ndarray[Any, Any], dtype: str = "BF16") -> Item:
         """A tensor of given values."""
@@ -178,6 +190,30 @@ class _Base:
         if writes and self.shape.steep:
             values[:CLASSES] = 0
         return self.plain(f"{name}.weight", values)
+
+    def stored(self, item: Item, form: Literal["mxfp8", "fp8_row"]) -> Iterator[Item]:
+        """A matrix as the checkpoint stores it."""
+        if not self.shape.fp8_base:
+            yield item
+            return
+        weights = torch.from_numpy(item.data.copy()).view(torch.bfloat16).float().reshape(item.shape)
+        groups = weights.reshape(len(weights), -1, 32 if form == "mxfp8" else item.shape[1])
+        largest = groups.abs().amax(-1, keepdim=True)
+        largest = torch.where(largest > 0, largest, 1.0)
+        if form == "mxfp8":
+            scales = torch.exp2(torch.floor(torch.log2(largest)) - 8)
+        else:
+            scales = (largest / 448).to(torch.bfloat16).float()
+        codes = (groups / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+        if self.dequantised:
+            yield self.plain(item.name, (codes.float() * scales).reshape(item.shape).numpy())
+            return
+        yield Item(item.name, "F8_E4M3", item.shape, codes.reshape(-1).view(torch.uint8).numpy())
+        if form == "mxfp8":
+            octaves = (torch.log2(scales[..., 0]) + 127).to(torch.uint8)
+            yield Item(f"{item.name}_scale", "U8", tuple(octaves.shape), octaves.reshape(-1).numpy())
+        else:
+            yield self.plain(f"{item.name}_scale_fp8", scales.reshape(-1).numpy())
 
     def norm(self, name: str, size: int, value: float = 1.0) -> Item:
         return self.plain(f"{name}.weight", value * (1 + 0.1 * self.rng.standard_normal(size)))
@@ -239,8 +275,8 @@ class _Base:
             return
         wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         for name, rows in (("q", wide), ("k", narrow), ("v", narrow)):
-            yield self.linear(f"{at}.{name}_proj", rows, shape.hidden)
-        yield self.linear(f"{at}.o_proj", shape.hidden, wide, 0.5, writes=True)
+            yield from self.stored(self.linear(f"{at}.{name}_proj", rows, shape.hidden), "mxfp8")
+        yield from self.stored(self.linear(f"{at}.o_proj", shape.hidden, wide, 0.5, writes=True), "fp8_row")
         for name in ("q_norm", "k_norm"):
             yield self.norm(f"{at}.{name}", shape.head_dim)
 
@@ -267,9 +303,9 @@ class _Base:
             yield self.linear(f"{at}.eh_proj", shape.hidden, 2 * shape.hidden)
 
 
-def base_items(shape: Shape) -> Iterator[list[Item]]:
+def base_items(shape: Shape, *, dequantised: bool = False) -> Iterator[list[Item]]:
     """Tensors that are no routed experts: those outside the layers, then of each layer."""
-    base = _Base(shape)
+    base = _Base(shape, dequantised=dequantised)
     embedding, head = base.embedding(), base.head("lm_head")
     yield [embedding, head, base.norm("model.norm", shape.hidden)]
     for number in range(shape.layers + shape.mtp):
@@ -344,7 +380,7 @@ def write_bf16(root: Path, shape: Shape, packed: Path) -> None:
         return items
 
     def shards() -> Iterator[list[Item]]:
-        for number, items in enumerate(base_items(shape), start=-1):
+        for number, items in enumerate(base_items(shape, dequantised=True), start=-1):
             yield items + (routed(number) if number >= shape.dense else [])
 
     write_shards(root, shards(), config(shape))
@@ -358,7 +394,7 @@ def convert(source: Path, out: Path, tp: int = 1) -> None:
 
 def make(folder: Path, name: str) -> None:
     """All of a model's checkpoints; what is there already stays."""
-    shape, root = SHAPES[name], folder / name
+    shape, root = EVERY[name], folder / name
     if not (root / "source" / "config.json").exists():
         write_source(root / "source", shape)
     for tp in (1, 2) if shape.tp2 else (1,):
@@ -378,7 +414,7 @@ def prompts(vocab: int, lengths: tuple[int, ...], seed: int = 0) -> list[list[in
 
 def main(arguments: list[str]) -> None:
     """Make them all, or some."""
-    for name in arguments[1:] or SHAPES:
+    for name in arguments[1:] or EVERY:
         began = time.perf_counter()
         make(Path(arguments[0]), name)
         print(f"{name}: made in {time.perf_counter() - began:.1f} s", flush=True)
