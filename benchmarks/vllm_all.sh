@@ -50,7 +50,7 @@ for name in ('b12x', 'cutlass', 'tvm_ffi', 'vllm', 'blake3'):
     tp2) need; HYBRID_PACK_REQUIRE_GPUS=2 run tp2 $pytest -k two_ranks ;;
     serve-models) run serve-models "$python" -m benchmarks.vllm_serve --folder "$MODELS/serve" --prepare ;;
     serve) need; run serve "$python" -m benchmarks.vllm_serve --folder "$MODELS/serve" --out "$OUT/vllm_serve.json" \
-      --seconds "${SERVE_SECONDS:-480}" --starts "${STARTS:-1}" ;;
+      --seconds "${SERVE_SECONDS:-480}" --rounds "${ROUNDS:-2}" ;;
     *) echo "no such stage: $stage"; exit 2 ;;
   esac
 done

@@ -8,7 +8,7 @@ intermediate 512, 256 experts of which 64 are NVFP4 and 192 NF3, top-8; 1 GiB a 
 quantisation plugins of the same vLLM, found through entry points: the pack's, and ``benchmarks.vllm_repack``, which
 does what the serving fork does. Same engine arguments, same ``HybridMoE``, same kernels. Each start is a process of its
 own with the engine in it (vLLM would start one more process, for both ways alike), CUDA graphs on, compile caches
-filled by an earlier start. Expert loading is the time in the methods' ``process_weights_after_loading``, waiting for
+filled by a start before. Expert loading is the time in the methods' ``process_weights_after_loading``, waiting for
 the GPU before and after, less the time to build ``HybridMoE`` (compiling and scratch), which both do alike.
 """
 
@@ -17,13 +17,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,36 +231,46 @@ class Bench:
         return result
 
 
-def goals(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The issue's goals and what was reached; None where a part is missing."""
+def warm_rounds(result: Mapping[str, Any], way: str) -> list[Mapping[str, Any]]:
+    """What the warm starts of a way said, all rounds."""
+    return [value for name, value in result.items() if name.split(" #")[0] == f"{way} warm"]
 
-    def at(*keys: str) -> Any:
-        value: Any = result
-        for key in keys:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        return value
+
+def goals(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The goals and what was reached, medians of the warm rounds; None where a part is missing."""
+
+    def median(way: str, value: Callable[[Mapping[str, Any]], float]) -> float | None:
+        rounds = warm_rounds(result, way)
+        return statistics.median(map(value, rounds)) if rounds else None
+
+    def cold(way: str, key: str) -> Any:
+        return result.get(f"{way} cold", {}).get(key)
 
     def ratio(one: Any, other: Any) -> float | None:
         return None if one is None or not other else one / other
 
+    experts, first = "expert_seconds", "process_to_first_token_seconds"
     found: dict[str, Any] = {}
-    for heat, goal in (("warm", " (10)"), ("cold", "")):
-        both = [at(f"{way} {heat}", "expert_seconds") for way in WAYS]
-        found[f"times faster expert loading, {heat}{goal}"] = ratio(both[1], both[0])
-        both = [at(f"{way} {heat}", "process_to_first_token_seconds") for way in WAYS]
-        found[f"seconds saved to the first token, {heat}"] = None if None in both else both[1] - both[0]
-    over = [at(f"pack {heat}", "peak_allocated_over_resident") for heat in ("warm", "cold")]
-    found["pack: MiB of GPU memory over the resident at most (64)"] = None if None in over else max(over) / MIB
-    repack = at("repack warm", "peak_allocated_over_resident")
-    found["repack: MiB of GPU memory over the resident at most"] = None if repack is None else repack / MIB
+    for key, name in ((experts, "times faster expert loading, {} (10)"), (first, "times sooner the first token, {}")):
+        both = [median(way, lambda start, key=key: start[key]) for way in WAYS]  # type: ignore[misc]
+        found[name.format("warm")] = ratio(both[1], both[0])
+        found[name.format("cold").removesuffix(" (10)")] = ratio(cold("repack", key), cold("pack", key))
+    for way in WAYS:
+        goal = " (64)" if way == "pack" else ""
+        over = [start["peak_allocated_over_resident"] / MIB for start in warm_rounds(result, way)]
+        found[f"{way}: MiB of GPU memory over the resident at most{goal}"] = max(over, default=None)
     for batch in ("1", "8"):
-        rates = [at(f"{way} fill", "speed", batch, "tokens_per_s", "median") for way in WAYS]
+        rates = [median(way, lambda start, b=batch: start["speed"][b]["tokens_per_s"]["median"]) for way in WAYS]  # type: ignore[misc]
         found[f"tokens a second to repack's, batch {batch} (1)"] = ratio(*rates)
     return found
 
 
 def measure(options: argparse.Namespace, folder: Path, work: Path) -> dict[str, Any]:
-    """All starts; what is there so far is kept after each."""
+    """All starts; what is there so far is kept after each.
+
+    First one of each way at one time, which fills the compile caches; then warm ones in turns, which decode too: both
+    ways then run kernels from the caches. Last a cold one of each.
+    """
     run = Run(options.seconds)
     run.result["question"] = (__doc__ or "").strip().splitlines()[0]
     model = shape(options.layers, options.tiny)
@@ -268,20 +281,23 @@ def measure(options: argparse.Namespace, folder: Path, work: Path) -> dict[str, 
     run.result["layers"] = options.layers
     run.result["bytes"] = {way: sum(path.stat().st_size for path in bench.files(way)) for way in WAYS}
 
-    def part(name: str, **how: Any) -> None:
-        run.part(name, lambda: bench.start(name.split()[0], **how))
+    def part(name: str, action: Callable[[], Any]) -> None:
+        run.part(name, action)
         run.result["goals"] = goals(run.result)
         if options.out is not None:
             common.keep(options.out, run.result)
             options.out.with_suffix(".log").write_text("\n".join(bench.logs))
 
+    def fill() -> dict[str, Any]:
+        with ThreadPoolExecutor(len(WAYS)) as pool:
+            return dict(zip(WAYS, pool.map(bench.start, WAYS), strict=True))
+
+    part("first starts, at one time", fill)
+    for number in range(options.rounds):
+        for way in WAYS:
+            part(f"{way} warm #{number + 1}", partial(bench.start, way, speed=True, cold=False))
     for way in WAYS:
-        part(f"{way} fill", speed=True)
-    for number in range(options.starts):
-        for heat in ("warm", "cold"):
-            for way in WAYS:
-                name = f"{way} {heat}"
-                part(name if number == 0 else f"{name} {number + 1}", cold=heat == "cold")
+        part(f"{way} cold", partial(bench.start, way, cold=True))
     return run.result
 
 
@@ -290,7 +306,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="where source and pack are made; those that are there are used")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--starts", type=int, default=1, help="starts of each way, warm and cold")
+    parser.add_argument("--rounds", type=int, default=2, help="warm starts of each way")
     parser.add_argument("--seconds", type=float, default=500, help="starts that would begin later are left out")
     parser.add_argument("--out", type=Path, help="where the result goes")
     parser.add_argument("--prepare", action="store_true", help="make source and pack, and end")
