@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Packs in vLLM on a GPU: small models, their parity, what calls do, and the start-up benchmark, one stage after the other:
 #   benchmarks/vllm_all.sh [unpack] [models] [parity] [calls] [serve-models] [serve] [tp2]     all but tp2 (two GPUs)
-# Results go to $OUT (two files a stage), models to MODELS. COMMIT names the commit where there is no git, PYTHON the
-# python, SLOTS how many engines run at a time. Where vLLM is not installed, vllm_setup.sh unpacks what was carried.
+# Results go to $OUT (two files a stage, and vllm_answers.json), models to MODELS. COMMIT names the commit where there is
+# no git, PYTHON the python, SLOTS how many engines run at a time. Where vLLM is not installed, vllm_setup.sh unpacks what was carried.
 # unpack, models and serve-models need no vLLM: they can run in a call that carries b12x alone.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -54,6 +54,7 @@ for name in ('b12x', 'cutlass', 'tvm_ffi', 'vllm', 'blake3'):
     *) echo "no such stage: $stage"; exit 2 ;;
   esac
 done
+[ ! -f "$OUT/vllm_comparisons.jsonl" ] || "$python" -m benchmarks.vllm_answers "$OUT" --out "$OUT/vllm_answers.json"
 [ ! -f "$OUT/vllm_comparisons.jsonl" ] || { echo "== comparisons"; cat "$OUT/vllm_comparisons.jsonl"; }
 # Eight files come back: what a stage printed is in its log already.
 for stage in unpack models serve-models parity calls tp2 serve; do
