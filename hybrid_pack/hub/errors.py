@@ -55,9 +55,16 @@ def _is_of_connection(error: BaseException) -> bool:
     return False
 
 
+def _is_offline(error: BaseException) -> bool:
+    """Whether the user forbade connections (``HF_HUB_OFFLINE``)."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    return any(isinstance(one, OfflineModeIsEnabled) for one in _chain(error))
+
+
 def is_transient(error: BaseException) -> bool:
     """Whether the same call may succeed in a moment: 408, 429, 5xx, a connection that failed or was cut short."""
-    if isinstance(error, HybridPackError | Stopped):
+    if isinstance(error, HybridPackError | Stopped) or _is_offline(error):
         return False
     status = status_of(error)
     if status is not None:

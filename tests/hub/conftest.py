@@ -150,7 +150,8 @@ def child(hub: Hub, home: Path, *arguments: object, **more: str) -> subprocess.P
     """The command line in a process of its own."""
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN": SECRET, **more,
+        "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN": SECRET,
+        "HF_HUB_OFFLINE": "0", **more,
     }  # fmt: skip
     return subprocess.Popen(
         [sys.executable, "-c", CHILD, *map(str, arguments)],

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 from hybrid_pack.errors import DataError, EnvironmentFailure, HybridPackError
 from hybrid_pack.hub import errors as module
@@ -47,6 +48,8 @@ TRANSIENT: list[tuple[Exception, bool]] = [
     (DataError("wrong"), False),
     (caused(DataError("wrong"), TransportError()), False),
     (Stopped(), False),
+    (OfflineModeIsEnabled("HF_HUB_OFFLINE"), False),
+    (caused(ConnectionError("cannot reach"), OfflineModeIsEnabled("HF_HUB_OFFLINE")), False),
 ]
 
 

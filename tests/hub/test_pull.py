@@ -323,6 +323,15 @@ def test_killed_and_taken_up_again(number: int, remote: Hub, good_pack: Path, tm
     assert not (out / STAGING).exists()
 
 
+def test_offline_is_said_at_once(remote: Hub, tmp_path: Path) -> None:
+    """No try is made, and none again."""
+    process = child(remote, tmp_path / "home", "pull", REPO, "--out", tmp_path / "out", HF_HUB_OFFLINE="1")
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 3 and stdout == ""
+    assert "not reachable on the Hub" in stderr and "HF_HUB_OFFLINE" in stderr and "trying again" not in stderr
+    assert len(stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted(number: signal.Signals, code: int, remote: Hub, good_pack: Path, tmp_path: Path) -> None:
     out, held, go = tmp_path / "out", threading.Event(), threading.Event()

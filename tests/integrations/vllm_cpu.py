@@ -13,11 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "hybrid_pack"}
-
 import torch
 
 TOKENS = 5
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "hybrid_pack"}
 
 
 def pretend() -> None:
@@ -110,5 +109,6 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    os.environ |= ENVIRONMENT
     given = json.loads(Path(sys.argv[1]).read_text())
     torch.save(run(given), given["out"])
