@@ -130,6 +130,21 @@ def _sizes(view: PackView) -> str:
     return _table(("", ""), rows)
 
 
+def _serving(tp: int, ep: int) -> str:
+    """How vLLM serves it; nothing where it cannot, since it splits experts one way only."""
+    if tp > 1 and ep > 1:
+        return ""
+    options = f" --tensor-parallel-size {max(tp, ep)}" if tp * ep > 1 else ""
+    options += " --enable-expert-parallel" if ep > 1 else ""
+    return f"""Stock vLLM serves it, with the plugin that `hybrid-pack[vllm]` brings:
+```
+pip install "hybrid-pack[vllm]"
+hybrid-pack pull {REPOSITORY} --out pack
+vllm serve pack{options}
+```
+"""
+
+
 def _loading(view: PackView) -> str:
     tp, ep = view.tensor_parallel, view.expert_parallel
     folder = f"experts/tp{tp}-ep{ep}"
@@ -149,7 +164,7 @@ loaded = pack.load_rank(0, "cuda")  # one read, digests checked, nothing repacke
 moe = hybrid_pack.runtime.HybridMoE(loaded[{wanted[0]}], top_k={view.top_k}, max_tokens=8192)
 y = moe(x, topk_weights, topk_ids)  # this rank's partial sum, bf16 [tokens, {view.hidden}]
 ```
-* The experts are cut for **{split}**; another size needs another pack. Rank r reads `{folder}/rank-<r>` and the other
+{_serving(tp, ep)}* The experts are cut for **{split}**; another size needs another pack. Rank r reads `{folder}/rank-<r>` and the other
   tensors, nothing else: the folders of other ranks need not be there.
 * Of transformers only tokenizer and configuration are of use here, and load as the source's do. The other tensors are
   plain safetensors with the source's names; experts run as above.

@@ -233,6 +233,21 @@ def test_it_says_how_the_pack_is_cut() -> None:
     assert "packed for 1 rank\n" in card(topology=Topology(1, 1), hidden=256, intermediate=256)
 
 
+@pytest.mark.parametrize(
+    ("tp", "ep", "command"),
+    [
+        (1, 1, "vllm serve pack\n"),
+        (4, 1, "vllm serve pack --tensor-parallel-size 4\n"),
+        (1, 4, "vllm serve pack --tensor-parallel-size 4 --enable-expert-parallel\n"),
+        (2, 4, None),
+    ],
+)
+def test_it_says_how_vllm_serves_it(tp: int, ep: int, command: str | None) -> None:
+    text = card(topology=Topology(tp, ep), hidden=512, intermediate=512)
+    assert ("vllm" in text) == (command is not None)
+    assert command is None or command in text
+
+
 def test_only_an_untouched_card_is_ours() -> None:
     text = card()
     assert text == card()
