@@ -164,8 +164,8 @@ loaded = pack.load_rank(0, "cuda")  # one read, digests checked, nothing repacke
 moe = hybrid_pack.runtime.HybridMoE(loaded[{wanted[0]}], top_k={view.top_k}, max_tokens=8192)
 y = moe(x, topk_weights, topk_ids)  # this rank's partial sum, bf16 [tokens, {view.hidden}]
 ```
-{_serving(tp, ep)}* The experts are cut for **{split}**; another size needs another pack. Rank r reads `{folder}/rank-<r>` and the other
-  tensors, nothing else: the folders of other ranks need not be there.
+{_serving(tp, ep)}* The experts are cut for **{split}**; another size needs another pack. Rank r reads
+  `{folder}/rank-<r>` and the other tensors, nothing else: the folders of other ranks need not be there.
 * Of transformers only tokenizer and configuration are of use here, and load as the source's do. The other tensors are
   plain safetensors with the source's names; experts run as above.
 * On a CPU, `pack.load_layer({wanted[0]}, rank=0, device="cpu").dequantize(expert)` gives an expert's weights."""
