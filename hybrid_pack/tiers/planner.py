@@ -224,7 +224,7 @@ def plan_tiers(
     """
     geometry = geometry_of(model.hidden, model.intermediate, model.num_experts, topology, gated=model.gated, pad=pad)
     layers = planned_layers(model, include_mtp)
-    asked, kept_format = kept_format, kept_format or default_kept_format(model)
+    asked, kept_format = kept_format, kept_format or default_kept_format(model, layers)
     # Told nothing, convert goes by what each layer's kept experts are stored as, which differs in a mixed model.
     forced = asked is not None or (kept_format == "nvfp4" and any("mxfp4" in model.layers[i] for i in layers))
     scores, notes = for_layers(saliency, layers, model.layers, model.num_experts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,9 +125,9 @@ def planned_layers(model: Model, include_mtp: bool) -> tuple[int, ...]:
     return layers
 
 
-def default_kept_format(model: Model) -> str:
+def default_kept_format(model: Model, layers: Iterable[int]) -> str:
     """The 4-bit format all layers to choose from are stored in, else NVFP4."""
-    stored = {kind for layer, kind in model.layers.items() if layer not in model.mtp}
+    stored = {model.layers[layer] for layer in layers}
     return stored.pop() if len(stored) == 1 and stored <= FOUR_BIT else "nvfp4"
 
 
@@ -147,5 +147,5 @@ def weights_saliency(
     """
     layers = planned_layers(model, include_mtp)
     with TensorReader() as reader:
-        measure = measure_of(checkpoint, kept_format or default_kept_format(model), reader)
+        measure = measure_of(checkpoint, kept_format or default_kept_format(model, layers), reader)
         return saliency_from_weights(layers, model.num_experts, measure, str(checkpoint.root))
