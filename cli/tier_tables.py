@@ -1,4 +1,4 @@
-"""Text and JSON of ``hybrid-pack plan``."""
+"""Text and JSON of ``hybrid-pack plan``, and of what ``inspect --cards`` adds."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hybrid_pack.inspection import LayerView
 from hybrid_pack.io.bitmap import spans
 from hybrid_pack.tiers import Budget, KeepFraction, Rule, TierPlan
 from hybrid_pack.tiers.cards import Fit
+from hybrid_pack.tiers.needs import Needs
 
 Rows = list[Sequence[object]]
 
@@ -40,6 +41,21 @@ def _fit_json(fit: Fit) -> dict[str, Any]:
     return {**asdict(fit), "fits": fit.fits, "left": fit.left}
 
 
+def needs_json(needs: Needs, cards: Sequence[Fit]) -> dict[str, Any]:
+    """Bytes of every rank and what fits: part of ``plan --json``, and of ``inspect --cards --json``."""
+    return {
+        "topology": {
+            "tensor_parallel": needs.topology.tensor_parallel,
+            "expert_parallel": needs.topology.expert_parallel,
+        },
+        "intermediate_padded": needs.intermediate,
+        "ranks": [{**asdict(rank), "experts": rank.experts, "total": rank.total} for rank in needs.ranks],
+        "base": asdict(needs.base),
+        "kv_cache": asdict(needs.kv),
+        "cards": [_fit_json(fit) for fit in cards],
+    }
+
+
 def tiers_json(plan: TierPlan, cards: Sequence[Fit], out: Path | None) -> dict[str, Any]:
     """``plan --json``."""
     return {
@@ -47,12 +63,7 @@ def tiers_json(plan: TierPlan, cards: Sequence[Fit], out: Path | None) -> dict[s
         "out": None if out is None else str(out),
         "metric": plan.metric,
         "rule": _rule_json(plan.rule, plan.floor),
-        "topology": {
-            "tensor_parallel": plan.topology.tensor_parallel,
-            "expert_parallel": plan.topology.expert_parallel,
-        },
         "intermediate": plan.model.intermediate,
-        "intermediate_padded": plan.intermediate,
         "kept_format": plan.kept_format,
         "num_experts": plan.model.num_experts,
         "kept": {str(layer): list(kept) for layer, kept in plan.choice.kept.items()},
@@ -63,18 +74,15 @@ def tiers_json(plan: TierPlan, cards: Sequence[Fit], out: Path | None) -> dict[s
         "kept_per_layer": dict(zip(("least", "median", "most"), plan.counts, strict=True)),
         "retained": asdict(plan.retained),
         "tied": [list(key) for key in plan.choice.tied],
-        "ranks": [{**asdict(rank), "experts": rank.experts, "total": rank.total} for rank in plan.ranks],
-        "base": asdict(plan.base),
-        "kv_cache": asdict(plan.kv),
-        "cards": [_fit_json(fit) for fit in cards],
+        **needs_json(plan, cards),
         "notes": list(plan.notes),
     }
 
 
-def _rank_rows(plan: TierPlan) -> Rows:
+def _rank_rows(needs: Needs) -> Rows:
     """Ranks that are equal in sequence share a row."""
     rows: Rows = [("rank", "kept", "tail", "expert files", "base", "weights")]
-    for sizes, ranks in groupby(plan.ranks, key=lambda r: (r.kept, r.tail, r.experts, r.base, r.total)):
+    for sizes, ranks in groupby(needs.ranks, key=lambda r: (r.kept, r.tail, r.experts, r.base, r.total)):
         rows.append((spans(rank.rank for rank in ranks), *map(size, sizes)))
     return rows
 
@@ -90,6 +98,26 @@ def _card_rows(cards: Sequence[Fit]) -> Rows:
         tokens = (_tokens(fit, fit.tokens_bf16), _tokens(fit, fit.tokens_fp8))
         rows.append((f"{fit.cards}x{fit.name_gb}GB", size(fit.memory), left, *tokens, "yes" if fit.fits else "no"))
     return rows
+
+
+def needs_text(needs: Needs, cards: Sequence[Fit], stored: int) -> list[str]:
+    """Bytes of every rank, then what fits.
+
+    Args:
+        needs: Of the ranks.
+        cards: At least one.
+        stored: The intermediate size before padding.
+    """
+    topology, base, kv = needs.topology, needs.base, needs.kv
+    padded = f"; intermediate {stored}, padded to {needs.intermediate}" if needs.intermediate != stored else ""
+    whole = f"base tensors: {size(base.total)}, of which {size(base.whole)} whole on every rank, the rest split"
+    cache = f"not estimated: {kv.why_not}"
+    if kv.kind is not None:
+        cache = f"{kv.bf16:,} bytes a token and rank in BF16, {kv.fp8:,} in FP8 ({kv.kind})"
+    room = cards[0].needed - needs.largest.total
+    fitting = f"one card a rank, {size(room)} left for context, activations and graphs; KV cache: {cache}"
+    sizes = f"tp {topology.tensor_parallel}, ep {topology.expert_parallel}{padded}; {whole}"
+    return [f"{sizes}\n{table(_rank_rows(needs))}", f"{fitting}\n{table(_card_rows(cards))}"]
 
 
 def _retained(plan: TierPlan) -> str:
@@ -121,15 +149,6 @@ def tiers_text(plan: TierPlan, cards: Sequence[Fit], out: Path | None, src: str)
         ("retained", _retained(plan)),
         ("ties cut", _ties(plan)),
     ]
-    base, topology = plan.base, plan.topology
-    size_of = plan.model.intermediate
-    padded = f"; intermediate {size_of}, padded to {plan.intermediate}" if plan.intermediate != size_of else ""
-    whole = f"base tensors: {size(base.total)}, of which {size(base.whole)} whole on every rank, the rest split"
-    kv = f"not estimated: {plan.kv.why_not}"
-    if plan.kv.kind is not None:
-        kv = f"{plan.kv.bf16:,} bytes a token and rank in BF16, {plan.kv.fp8:,} in FP8 ({plan.kv.kind})"
-    room = cards[0].needed - plan.largest.total
-    fitting = f"one card a rank, {size(room)} left for context, activations and graphs; KV cache: {kv}"
     name = plan.kept_format.upper()
     views = [
         LayerView(
@@ -140,8 +159,7 @@ def tiers_text(plan: TierPlan, cards: Sequence[Fit], out: Path | None, src: str)
     ]  # fmt: skip
     parts = [
         table(rows, ""),
-        f"tp {topology.tensor_parallel}, ep {topology.expert_parallel}{padded}; {whole}\n{table(_rank_rows(plan))}",
-        f"{fitting}\n{table(_card_rows(cards))}",
+        *needs_text(plan, cards, plan.model.intermediate),
         tier_map(views, plan.model.num_experts),
         *(["\n".join(f"note: {note}" for note in plan.notes)] if plan.notes else []),
         "nothing was written; give --out FILE for the map" if out is None else _next(plan, out, src),

@@ -15,6 +15,7 @@ from hybrid_pack.io.checkpoint import Checkpoint, Layer, open_checkpoint
 from hybrid_pack.io.config import CONFIG, HF_QUANT_CONFIG, read_document
 from hybrid_pack.io.declared import declared, worst_of_tiers
 from hybrid_pack.io.manifest import MANIFEST, STATE, expected_tensors, read_manifest, topology_of
+from hybrid_pack.io.pack_base import pack_base
 from hybrid_pack.io.shards import INDEX, Located
 from hybrid_pack.plan import SCALE_FORMATS, make_plan
 from hybrid_pack.schemas.manifest import Manifest
@@ -288,28 +289,22 @@ def _rank_bytes(manifest: Manifest, rank: int) -> dict[str, int]:
     return totals
 
 
-def inspect_pack(root: Path, *, folder: str | None = None) -> Inspection:
+def inspect_pack(root: Path, manifest: Manifest, *, folder: str | None = None) -> Inspection:
     """Describe a pack from its manifest and base headers.
 
     Args:
         root: The pack.
+        manifest: Its manifest, checked.
         folder: Where it is, to be shown; by default its folder.
 
     Raises:
-        DataError: The manifest or a base file's header is not right.
+        DataError: A base file is not there, or its header is not right.
     """
-    from hybrid_pack.io.safetensors import read_header
-
-    manifest = read_manifest(root)
     config, _ = read_document(root / "config.json")
     nested = config.get("text_config")
     decoder = {**config, **nested} if isinstance(nested, Mapping) else config
     geometry, layout, topology = manifest.geometry, manifest.layout, topology_of(manifest)
-    base = {
-        t.name: Located(root / f.path, t)
-        for f in manifest.base.files
-        for t in read_header(root / f.path).tensors.values()
-    }
+    base = {t.header.name: t for t in pack_base(root, manifest)}
     ranks = tuple(
         RankView(rank, *(_rank_bytes(manifest, rank)[tier] for tier in ("kept", "tail")))
         for rank in range(topology.ranks)
@@ -369,6 +364,50 @@ def inspect_pack(root: Path, *, folder: str | None = None) -> Inspection:
     )
 
 
+def open_path(root: Path, *, bit_map: Path | None = None, name: str | None = None) -> Checkpoint | Manifest:
+    """A folder's checkpoint, opened, or its pack's manifest, checked.
+
+    Args:
+        root: The folder of a checkpoint or a pack.
+        bit_map: A bit map that replaces the checkpoint's own; a pack takes none.
+        name: Hub id it was fetched by, if it was.
+
+    Raises:
+        UsageError: Not a folder, or a bit map for a pack.
+        DataError: Neither a checkpoint nor a pack that is right.
+    """
+    if not root.is_dir():
+        problem = "not a folder" if root.exists() else "no such folder"
+        raise UsageError(problem, where=root, expected="a checkpoint or a pack")
+    unfinished = (root / STATE).exists()
+    if (root / MANIFEST).exists() or unfinished or (root / "experts").is_dir():
+        if bit_map is not None:
+            raise UsageError("a pack has its own bit map", where="--bit-map", found=f"the pack {root}")
+        if unfinished and not (root / MANIFEST).exists():
+            raise DataError(
+                "an unfinished conversion, or one that is running",
+                where=root,
+                hint="finish it with convert --resume",
+            )
+        return read_manifest(root)
+    if not any((root / document).is_symlink() or (root / document).exists() for document in (CONFIG, INDEX)):
+        raise DataError(f"neither a checkpoint nor a pack: it has no {CONFIG} and no {MANIFEST}", where=root)
+    return open_checkpoint(root, bit_map_file=bit_map, name=name, require_map=False)
+
+
+def inspect_opened(
+    opened: Checkpoint | Manifest, root: Path, *, bit_map: Path | None = None, name: str | None = None
+) -> Inspection:
+    """Describe what ``open_path`` opened, with the same arguments.
+
+    Raises:
+        DataError: A pack's base file is not there, or its header is not right.
+    """
+    if isinstance(opened, Manifest):
+        return inspect_pack(root, opened, folder=name)
+    return inspect_checkpoint(opened, bit_map_file=bit_map, folder=name)
+
+
 def inspect_path(
     path: str | os.PathLike[str], *, bit_map_file: str | os.PathLike[str] | None = None, name: str | None = None
 ) -> Inspection:
@@ -380,26 +419,8 @@ def inspect_path(
         name: Hub id it was fetched by, if it was.
 
     Raises:
-        UsageError: Not a folder, or a bit map for a pack.
-        DataError: Neither a checkpoint nor a pack that is right.
+        UsageError: As ``open_path``.
+        DataError: As ``open_path`` and ``inspect_opened``.
     """
-    root = Path(path)
-    if not root.is_dir():
-        problem = "not a folder" if root.exists() else "no such folder"
-        raise UsageError(problem, where=root, expected="a checkpoint or a pack")
-    bit_map = None if bit_map_file is None else Path(bit_map_file)
-    unfinished = (root / STATE).exists()
-    if (root / MANIFEST).exists() or unfinished or (root / "experts").is_dir():
-        if bit_map is not None:
-            raise UsageError("a pack has its own bit map", where="--bit-map", found=f"the pack {root}")
-        if unfinished and not (root / MANIFEST).exists():
-            raise DataError(
-                "an unfinished conversion, or one that is running",
-                where=root,
-                hint="finish it with convert --resume",
-            )
-        return inspect_pack(root, folder=name)
-    if not any((root / document).is_symlink() or (root / document).exists() for document in (CONFIG, INDEX)):
-        raise DataError(f"neither a checkpoint nor a pack: it has no {CONFIG} and no {MANIFEST}", where=root)
-    opened = open_checkpoint(root, bit_map_file=bit_map, name=name, require_map=False)
-    return inspect_checkpoint(opened, bit_map_file=bit_map, folder=name)
+    root, bit_map = Path(path), None if bit_map_file is None else Path(bit_map_file)
+    return inspect_opened(open_path(root, bit_map=bit_map, name=name), root, bit_map=bit_map, name=name)

@@ -11,11 +11,10 @@ from statistics import mean, median
 from hybrid_pack.errors import UsageError
 from hybrid_pack.io.bitmap import KEPT_BITS, TAIL_BITS, BitMap, spans
 from hybrid_pack.sharding import Topology
-from hybrid_pack.tiers.base import BaseBytes, base_bytes
-from hybrid_pack.tiers.kv import KvCache, kv_cache
+from hybrid_pack.tiers.needs import Needs, needs_of
 from hybrid_pack.tiers.saliency import Saliency, Scores, for_layers
 from hybrid_pack.tiers.select import Choice, RankBy, count_of, floors, overall, per_layer, retained, shares
-from hybrid_pack.tiers.sizing import RankBytes, Split, geometry_of, kept_cost, rank_bytes
+from hybrid_pack.tiers.sizing import RankBytes, Split, geometry_of, kept_cost
 from hybrid_pack.tiers.source import FOUR_BIT, Model, default_kept_format, planned_layers
 
 
@@ -69,43 +68,33 @@ class Retained:
 
 
 @dataclass(frozen=True)
-class TierPlan:
-    """A plan.
+class TierPlan(Needs):
+    """A plan: what was chosen, and what ranks then need.
 
     Attributes:
         model: The source.
         metric: What the saliency is, by whoever made it.
         rule: What was asked for.
-        topology: tp and ep.
-        intermediate: I as it will be packed, padding counted.
         pad: Whether ``convert`` must be told to pad for these sizes.
         kept_format: Format of the kept tier.
         forced: Whether ``convert`` must be told the kept format for these sizes.
         scores: Saliency of the planned layers.
         choice: Kept experts of these.
         fixed: Layers that are not chosen, everything kept, and whether the map must name them so.
-        ranks: Bytes of every rank.
-        base: Base tensors in more detail.
         floor: Least kept experts of a layer that applied; 0 where none did.
-        kv: Bytes of KV cache a token needs on a rank.
         notes: Oddities that are no errors.
     """
 
     model: Model
     metric: str | None
     rule: Rule
-    topology: Topology
-    intermediate: int
     pad: bool
     kept_format: str
     forced: bool
     scores: Scores
     choice: Choice
     fixed: Mapping[int, Split]
-    ranks: tuple[RankBytes, ...]
-    base: BaseBytes
     floor: int
-    kv: KvCache
     notes: tuple[str, ...]
 
     @property
@@ -117,11 +106,6 @@ class TierPlan:
             layer: tuple(KEPT_BITS if e in kept else TAIL_BITS for e in experts)
             for layer, kept in sorted((layer, frozenset(kept)) for layer, kept in named.items())
         }
-
-    @property
-    def largest(self) -> RankBytes:
-        """The rank with the most bytes."""
-        return max(self.ranks, key=lambda rank: rank.total)
 
     @property
     def counts(self) -> tuple[int, float, int]:
@@ -234,37 +218,36 @@ def plan_tiers(
         for i, kind in model.layers.items()
         if i not in layers
     }
-    base = base_bytes(model.base, topology.tensor_parallel, model.config)
 
-    def sized(kept: Mapping[int, tuple[int, ...]]) -> tuple[RankBytes, ...]:
+    def needs(kept: Mapping[int, tuple[int, ...]]) -> Needs:
         splits = {i: Split(kept[i], kept_format) for i in layers} | fixed
-        return rank_bytes(geometry, topology, model.num_experts, splits, base.per_rank)
+        return needs_of(geometry, topology, model.num_experts, splits, model.base, model.config, model.num_layers)
 
     floor = 0
     if isinstance(rule, Budget):
         floor = _floor(rule, model)
-        empty = sized(dict.fromkeys(layers, ()))
+        empty = needs(dict.fromkeys(layers, ())).ranks
         choice = _by_budget(rule, floor, scores, empty, topology, kept_cost(geometry, kept_format))
     else:
         choice = per_layer(scores, _count(rule, model.num_experts))
-    ranks = sized(choice.kept)
-    assert not isinstance(rule, Budget) or max(rank.total for rank in ranks) <= rule.nbytes
+    made = needs(choice.kept)
+    assert not isinstance(rule, Budget) or made.largest.total <= rule.nbytes
     return TierPlan(
         model=model,
         metric=saliency.metric,
         rule=rule,
-        topology=topology,
-        intermediate=geometry.intermediate * topology.tensor_parallel,
+        topology=made.topology,
+        intermediate=made.intermediate,
+        ranks=made.ranks,
+        base=made.base,
+        kv=made.kv,
         pad=pad,
         kept_format=kept_format,
         forced=forced,
         scores=scores,
         choice=choice,
         fixed=fixed,
-        ranks=ranks,
-        base=base,
         floor=floor,
-        kv=kv_cache(model.config, model.num_layers and model.num_layers + len(model.mtp), topology.tensor_parallel),
         notes=(*model.notes, *notes, *_notes(model, fixed, layers, kept_format)),
     )
 

@@ -16,11 +16,11 @@ class Split:
 
     Attributes:
         kept: Kept expert ids, ascending.
-        kept_format: ``nvfp4`` or ``mxfp4``.
+        kept_format: ``nvfp4`` or ``mxfp4``; None where no expert is kept.
     """
 
     kept: tuple[int, ...]
-    kept_format: str
+    kept_format: str | None
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def kept_cost(geometry: RankGeometry, kept_format: str) -> int:
     return row(1, 0) - row(0, 1)
 
 
-def _file(geometry: RankGeometry, kept: int, tail: int, kept_format: str) -> tuple[int, int, int]:
+def _file(geometry: RankGeometry, kept: int, tail: int, kept_format: str | None) -> tuple[int, int, int]:
     """(kept, tail, header) bytes of the file of a rank and layer; which experts they are changes no size."""
     tensors = shard_tensors(geometry, kept, tail, SCALE_FORMATS[kept_format])
     header = ShardPlan("", 0, 0, (), (), tensors).header

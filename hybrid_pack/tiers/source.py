@@ -1,4 +1,4 @@
-"""What planning needs of a checkpoint. The only module here that knows how a checkpoint is opened and looks."""
+"""What planning needs of a checkpoint. With ``decided`` the only module here that knows how an opened one looks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hybrid_pack.errors import DataError, UsageError
 from hybrid_pack.io.bitmap import spans
 from hybrid_pack.io.checkpoint import Checkpoint
 from hybrid_pack.io.reader import TensorReader
+from hybrid_pack.io.shards import Located
 from hybrid_pack.tiers.measure import measure_of
 from hybrid_pack.tiers.saliency import Saliency
 from hybrid_pack.tiers.weights import saliency_from_weights
@@ -66,6 +67,17 @@ class Model:
         return tuple(layer for layer in sorted(self.layers) if 0 < self.num_layers <= layer)
 
 
+def decoder_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """config.json with ``text_config`` laid over it."""
+    nested = raw.get("text_config")
+    return {**raw, **nested} if isinstance(nested, Mapping) else raw
+
+
+def base_tensors(located: Iterable[Located]) -> tuple[BaseTensor, ...]:
+    """What is counted of tensors that stay as they are."""
+    return tuple(BaseTensor(t.header.name, t.header.shape, t.header.nbytes) for t in located)
+
+
 def _stored(checkpoint: Checkpoint, index: int) -> str:
     """Format the experts of a layer are stored in."""
     formats = {expert: {m.format.name for m in e.matrices} for expert, e in checkpoint.layers[index].experts.items()}
@@ -94,18 +106,17 @@ def read_model(checkpoint: Checkpoint) -> Model:
             where=checkpoint.root,
             hint=next((n for n in checkpoint.notes if "stay in the base" in n), None),
         )
-    nested = config.raw.get("text_config")
     return Model(
         name=checkpoint.name,
         root=checkpoint.root,
-        config={**config.raw, **nested} if isinstance(nested, Mapping) else config.raw,
+        config=decoder_config(config.raw),
         hidden=checkpoint.hidden,
         intermediate=checkpoint.intermediate,
         num_experts=config.num_experts,
         top_k=config.top_k,
         num_layers=config.num_layers,
         layers={index: _stored(checkpoint, index) for index in sorted(checkpoint.layers)},
-        base=tuple(BaseTensor(t.header.name, t.header.shape, t.header.nbytes) for t in checkpoint.base),
+        base=base_tensors(checkpoint.base),
         notes=checkpoint.notes,
         gated=checkpoint.gated,
     )

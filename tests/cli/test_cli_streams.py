@@ -105,7 +105,7 @@ def test_interrupted_elsewhere(source: Path, command: Command, monkeypatch: pyte
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hybrid_pack.inspection.inspect_path", interrupt)
+    monkeypatch.setattr("hybrid_pack.inspection.open_path", interrupt)
     result = command("inspect", source)
     assert (result.code, result.line) == (130, "hybrid-pack: interrupted")
 

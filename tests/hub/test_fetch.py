@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -61,3 +62,26 @@ def test_headers(
     assert (found.pop("name"), expected.pop("name")) == (REPO, small_checkpoint.name)
     del found["folder"], expected["folder"]
     assert found == expected
+
+
+def test_what_fits_a_pack_on_the_hub(
+    remote: Hub, good_pack: Path, client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Manifest, config and base headers are enough; no shard of experts is fetched."""
+    call = ["--cards", "4x96GB", "--json"]
+    assert run(["inspect", REPO, *call]) == 0
+    found = json.loads(capsys.readouterr().out)["fit"]
+    assert run(["inspect", str(good_pack), *call]) == 0
+    assert found == json.loads(capsys.readouterr().out)["fit"]
+    shards = {hashlib.sha256(path.read_bytes()).hexdigest() for path in good_pack.glob("experts/**/*.safetensors")}
+    assert shards and not any(digest in path for path in remote.sent for digest in shards)
+
+
+def test_a_pack_on_the_hub_without_its_base(
+    hub: Hub, good_pack: Path, client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.add(REPO, {name: data for name, data in tree(good_pack).items() if not name.startswith("model-")})
+    assert run(["inspect", REPO, "--cards", "4x96GB"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "model-00001-of-00001.safetensors: a file of base tensors is not there" in captured.err
