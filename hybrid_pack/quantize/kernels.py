@@ -304,15 +304,20 @@ def _load(weights, begin, count, book, factor, tile, moved, state, cell):  # typ
 
 
 @part
-def _load_importance(importance, begin, count, tile, lines):  # type: ignore[no-untyped-def]
-    """Bring importance f32 [groups of a row, columns] into lanes; ones for a group where none of it meets a weight."""
+def _load_importance(importance, begin, count, kind, tile, lines):  # type: ignore[no-untyped-def]
+    """Bring importance f32 [groups of a row, columns] into lanes; ones for a group where no scale would cost anything.
+
+    That is one without importance, and with E2M1, whose zero is a level, one whose weights all lack it. NF3 has no such
+    level: zeros of importance cost something at every scale but zero.
+    """
     columns = tile.shape[0]
     place = begin % importance.shape[0]
     for lane in range(count):
         met = f32(0)
         for column in range(columns):
             lines[column, lane] = importance[place, column]
-            met = max(met, importance[place, column] if tile[column, lane] != f32(0) else f32(0))
+            matters = (kind != E2M1_KIND) | (tile[column, lane] != f32(0))
+            met = max(met, importance[place, column] if matters else f32(0))
         if met == f32(0):
             for column in range(columns):
                 lines[column, lane] = f32(1)
@@ -478,7 +483,7 @@ def quantize_groups(book, weights, importance, weighted, searching, second, code
         if not _load(weights, begin, count, book, factor, tile, moved, state, cell):
             return begin
         if weighted:
-            _load_importance(importance, begin, count, tile, lines)
+            _load_importance(importance, begin, count, book.kind, tile, lines)
         _choose_start(count, book, moved, searching, state, cell)
         if searching:
             _search(tile, lines, book, thresholds, levels, state)

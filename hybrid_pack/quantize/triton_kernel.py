@@ -166,7 +166,10 @@ def quantize_groups(
         met = tl.zeros([BLOCK], tl.int32)
         for c in tl.static_range(COLUMNS):
             of_column = tl.load(importance + line + c, mask=there, other=0.0)
-            met = tl.where((of_column > 0.0) & (tile[c] != 0.0), 1, met)
+            if KIND == E2M1_KIND:  # ``kernels._load_importance`` says why
+                met = tl.where((of_column > 0.0) & (tile[c] != 0.0), 1, met)
+            else:
+                met = tl.where(of_column > 0.0, 1, met)
         for c in tl.static_range(COLUMNS):
             of_column = tl.load(importance + line + c, mask=there, other=0.0)
             lines = lines + (tl.where(met > 0, of_column, 1.0),)

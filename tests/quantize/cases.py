@@ -11,6 +11,7 @@ from tests.quantize.ours import F32, NAMES, Name, gaussian, some_importance, stu
 from tests.reference.source import NF3_LEVELS, dequantize
 
 LOPSIDED = (-0.9, -0.5, -0.25, -0.05, 0.1, 0.3, 0.6, 1.0)
+UNIMPORTANT = 40
 WITH_ZERO = (-1.0, -0.5, -0.2, 0.0, 0.2, 0.5, 0.75, 1.0)
 
 
@@ -25,9 +26,12 @@ class Case:
 
 
 def edges(k: int) -> F32:
-    """Zeros, -0, one-hot, ties, outliers, subnormal floats and huge ones, groups of one number, grid points."""
+    """Zeros, -0, one-hot, ties, outliers, subnormal floats and huge ones, groups of one number, grid points.
+
+    The last row's only weight is at a column without importance.
+    """
     rng = np.random.default_rng(k)
-    rows = np.zeros((14, k), np.float32)
+    rows = np.zeros((15, k), np.float32)
     rows[1] = -0.0
     rows[2, :: k // 4] = [0.5, -1, 2, 31.5]
     rows[3] = rng.choice([0.25, -0.25, 0.75, 1.25, -2.5, 5, -6, 0], k)
@@ -42,6 +46,7 @@ def edges(k: int) -> F32:
     rows[11] = gaussian(1, k, 1e-4)[0]
     rows[12] = rng.standard_cauchy(k)
     rows[13] = np.ldexp(1.0, rng.integers(-130, 3, k))
+    rows[14, UNIMPORTANT] = -1
     return rows
 
 
@@ -64,7 +69,7 @@ def sources(n: int, k: int) -> dict[str, F32]:
 def cases(n: int, k: int, *, stacked: bool = False) -> dict[str, Case]:
     """Every format and search on every source, or on all of them in one matrix, and NF3 with other code books."""
     importance = some_importance(k)
-    importance[:32] = 0
+    importance[:32] = importance[UNIMPORTANT] = 0
     found = {}
     matrices = sources(n, k)
     for source, weights in {"all": np.concatenate([*matrices.values()])}.items() if stacked else matrices.items():

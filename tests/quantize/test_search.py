@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from hybrid_pack.quantize import Search, nvfp4_second_scale
+from tests.quantize.cases import LOPSIDED, WITH_ZERO
 from tests.quantize.ours import (
     F32,
     NAMES,
@@ -168,3 +169,19 @@ def test_weighted_of_anything(data: st.DataObject, name: Name, exponent: int) ->
     importance = np.ldexp(importance, exponent).astype(np.float32)
     found = quantize(name, weights, "weighted", importance, second_of(name, weights))
     require_least(found, weights, importance)
+
+
+@pytest.mark.parametrize("levels", [NF3_LEVELS, LOPSIDED, WITH_ZERO])
+@pytest.mark.parametrize("weight", [-0.002, 1.0, 1e-30, 30.0])
+def test_zeros_that_matter_stay_zero_beside_a_weight_that_does_not(levels: tuple[float, ...], weight: float) -> None:
+    """NF3 has no zero but that of a zero scale; a group's only weight may lack importance."""
+    weights, importance = np.zeros((2, 64), np.float32), np.ones(64, np.float32)
+    weights[0, 47], importance[47] = weight, 0
+    found = quantize("nf3", weights, "weighted", importance, levels=levels)
+    assert not found.errors(weights, importance).any()
+    if 0.0 not in levels:
+        assert not found.scales.any()
+    importance[32:] = 0  # nothing matters: as if all did
+    plain = quantize("nf3", weights, "mse", levels=levels)
+    again = quantize("nf3", weights, "weighted", importance, levels=levels)
+    assert np.array_equal(again.scales, plain.scales) and np.array_equal(again.codes, plain.codes)
