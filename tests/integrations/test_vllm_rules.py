@@ -15,6 +15,7 @@ import hybrid_pack
 from hybrid_pack.errors import DataError, HybridPackError, UsageError
 from hybrid_pack.formats.source import Header, SourceFormat, detect
 from hybrid_pack.integrations.vllm import experts, processes
+from hybrid_pack.integrations.vllm.advice import command_for
 from hybrid_pack.integrations.vllm.base import BaseTensors
 from hybrid_pack.integrations.vllm.dequantise import dequantise
 from hybrid_pack.integrations.vllm.options import Options, parse_options
@@ -24,6 +25,7 @@ from hybrid_pack.integrations.vllm.request import Request, require
 from hybrid_pack.integrations.vllm.source import excludes, method_name
 from hybrid_pack.integrations.vllm.versions import why_not_version
 from hybrid_pack.runtime.pack import Pack
+from hybrid_pack.schemas.manifest import Requantized
 from tests.integrations import checkpoint
 
 
@@ -285,7 +287,13 @@ def test_what_fits_is_let_through(packs: dict[tuple[int, int], Pack]) -> None:
             {"tp_size": 4},
             r"made for other ranks \(expected --tensor-parallel-size 2 \(tp 2, ep 1\), found tp 4, ep 1\)",
         ),
-        ({"tp_size": 1, "ep_size": 2}, r"hybrid-pack convert \S+ --out OUT --tp 1 --ep 2"),
+        (
+            {"tp_size": 1, "ep_size": 2},
+            r"serve it so, or make one for these: `hybrid-pack convert SRC --out OUT --tp 1 --ep 2` \(SRC is source;",
+        ),
+        ({"tp_size": 4}, r"--tp 4 --ep 1 --pad` .*; --pad makes the intermediate size 256, and tp 1, 2 need none\)$"),
+        ({"tp_size": 3}, r"or no pack can be for tp 3: .*not divisible by 3; legal sizes: 1, 2$"),
+        ({"tp_size": 1, "ep_size": 3}, r"or no pack can be for ep 3: 4 experts .*; legal sizes: 1, 2, 4$"),
         ({"dp_size": 2}, r"data parallelism"),
         ({"hidden_size": 64}, r"hidden size of model.layers.3.mlp.experts"),
         ({"intermediate_size": 64}, r"intermediate size"),
@@ -305,9 +313,48 @@ def test_what_does_not_fit_is_refused(
         require(good(pack, **changes), pack.manifest, pack.root)
 
 
-def test_a_pack_split_both_ways_is_for_no_vllm(packs: dict[tuple[int, int], Pack]) -> None:
-    with pytest.raises(UsageError, match="no vLLM at all"):
-        require(good(packs[2, 2]), packs[2, 2].manifest, packs[2, 2].root)
+@pytest.mark.parametrize(("tp", "ep"), [(4, 1), (1, 4), (2, 1)])
+def test_a_pack_split_both_ways_is_for_no_vllm(tp: int, ep: int, packs: dict[tuple[int, int], Pack]) -> None:
+    pack = packs[2, 2]
+    with pytest.raises(UsageError, match="vLLM splits experts one way; make a pack with --tp N or --ep N") as error:
+        require(good(pack, tp_size=tp, ep_size=ep), pack.manifest, pack.root)
+    assert "serve it so" not in str(error.value)
+
+
+def test_the_command_has_the_options_the_pack_was_made_with(packs: dict[tuple[int, int], Pack]) -> None:
+    manifest = packs[1, 2].manifest
+    plain = command_for(manifest, 2, 1)
+    assert plain.startswith("make one for these: `hybrid-pack convert SRC --out OUT --tp 2 --ep 1` (SRC is source; and")
+    assert "--bit-map it was made with, if it was given one" in plain
+    changed = {
+        "kept_format": "mxfp4", "requantize": True, "mx_bias": 125, "search": "weighted",
+        "importance": "blake3:" + "0" * 64, "hessians": "blake3:" + "1" * 64,
+    }  # fmt: skip
+    expected = {
+        "kept_format": "--kept-format mxfp4", "requantize": "--requantize", "mx_bias": "--mx-bias 125",
+        "search": "--search weighted", "importance": "--importance FILE", "hessians": "--hessians FOLDER",
+    }  # fmt: skip
+    assert set(changed) == set(type(manifest.report.options).model_fields), "an option is not told"
+    for name, value in changed.items():
+        options = manifest.report.options.model_copy(update={name: value})
+        report = manifest.report.model_copy(update={"options": options})
+        told = command_for(manifest.model_copy(update={"report": report}), 2, 1)
+        assert told == plain.replace("--ep 1`", f"--ep 1 {expected[name]}`")
+    sizes = manifest.geometry.model_copy(update={"intermediate_size_padded": 256})
+    padded = manifest.model_copy(update={"geometry": sizes})
+    assert "--ep 1 --pad`" in command_for(padded, 2, 1)
+    worst = Requantized(layer=1, expert=0, worst_relative_error=0.1)
+    report = manifest.report.model_copy(update={"experts_requantized": (worst,)})
+    told = command_for(manifest.model_copy(update={"report": report}), 2, 1)
+    assert "--ep 1 --on-scale-mismatch requantize`" in told
+
+
+def test_the_command_pads_where_only_that_makes_the_size_legal(packs: dict[tuple[int, int], Pack]) -> None:
+    manifest = packs[2, 1].manifest
+    sizes = manifest.geometry.model_copy(update={"intermediate_size": 192, "intermediate_size_padded": 192})
+    uneven = manifest.model_copy(update={"geometry": sizes})
+    assert "--tp 2 --ep 1 --pad`" in command_for(uneven, 2, 1), "96 rows a rank are no multiple of 64"
+    assert "no pack can be for tp 5: intermediate size 192 is not divisible by 5" in command_for(uneven, 5, 1)
 
 
 def rank_experts(pack: Pack, rank: int = 1) -> experts.RankExperts:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_pack.errors import UsageError
+from hybrid_pack.integrations.vllm.advice import command_for
 from hybrid_pack.runtime.activation import GatedSilu, Relu2, SwigluOai, parse_activation
 from hybrid_pack.schemas.manifest import Manifest
 from hybrid_pack.sharding import Topology
@@ -78,13 +79,18 @@ def require(request: Request, manifest: Manifest, root: Path) -> None:
             "packs cannot be served with data parallelism", where=request.prefix, found=f"{request.dp_size} ranks",
             hint="start an engine for each replica instead",
         )  # fmt: skip
-    if (request.tp_size, request.ep_size) != (made.tensor_parallel, made.expert_parallel):
+    wanted = request.tp_size, request.ep_size
+    if made.tensor_parallel > 1 and made.expert_parallel > 1:
+        raise UsageError(
+            f"this pack splits experts both ways (tp {made.tensor_parallel}, ep {made.expert_parallel}), and vLLM "
+            "splits experts one way; make a pack with --tp N or --ep N",
+            where=root, found=f"tp {wanted[0]}, ep {wanted[1]}", hint=command_for(manifest, *wanted),
+        )  # fmt: skip
+    if wanted != (made.tensor_parallel, made.expert_parallel):
         raise UsageError(
             "this pack was made for other ranks", where=root,
             expected=f"{_serve_flags(made)} (tp {made.tensor_parallel}, ep {made.expert_parallel})",
-            found=f"tp {request.tp_size}, ep {request.ep_size}",
-            hint=f"serve it so, or make one for these: hybrid-pack convert {manifest.source.name} --out OUT "
-            f"--tp {request.tp_size} --ep {request.ep_size}",
+            found=f"tp {wanted[0]}, ep {wanted[1]}", hint=f"serve it so, or {command_for(manifest, *wanted)}",
         )  # fmt: skip
     _require_model(request, manifest, root)
     _require_block(request, made)
@@ -94,9 +100,7 @@ def _serve_flags(made: Topology) -> str:
     """Options of ``vllm serve`` a pack is for."""
     if made.expert_parallel == 1:
         return f"--tensor-parallel-size {made.tensor_parallel}"
-    if made.tensor_parallel == 1:
-        return f"--tensor-parallel-size {made.expert_parallel} --enable-expert-parallel"
-    return "no vLLM at all (it splits experts either way, not both)"
+    return f"--tensor-parallel-size {made.expert_parallel} --enable-expert-parallel"
 
 
 def _require_model(request: Request, manifest: Manifest, root: Path) -> None:
