@@ -93,7 +93,7 @@ USED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "config/scheduler.py": {"SchedulerConfig": ("max_num_batched_tokens",)},
     "config/model.py": {"ModelConfig": ("model", "revision", "enforce_eager", "enable_sleep_mode")},
-    "config/parallel.py": {"ParallelConfig": ("enable_eplb", "enable_dbo")},
+    "config/parallel.py": {"ParallelConfig": ("enable_eplb", "use_ubatching")},
     "config/load.py": {"LoadConfig": ("download_dir", "device")},
     "plugins/__init__.py": {"": ("DEFAULT_PLUGINS_GROUP", "load_general_plugins")},
     "logger.py": {"": ("init_logger",)},

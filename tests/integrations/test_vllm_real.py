@@ -188,6 +188,10 @@ def test_expert_parallel_ranks_hold_their_block(made: Callable[..., Made], serve
         ((1, 1), 1, {"hf_overrides": {"num_experts_per_tok": 3}}, ["experts a token visits", "expected 2, found 3"]),
         ((1, 1), 1, {"hf_overrides": {"num_experts": 6}}, ["number of experts", "expected 8, found 6"]),
         ((1, 1), 1, {"hf_overrides": {"moe_intermediate_size": 128}}, ["intermediate size", "expected 256, found 128"]),
+        (
+            (1, 1), 1, {"ubatch_size": 2, "all2all_backend": "deepep_low_latency"},
+            ["cannot be served with micro-batches (--enable-dbo, or --ubatch-size above 1)"],
+        ),
         ((1, 1), 1, {"quantization": "fp8"}, ["(hybrid_pack) does not match the quantization method"]),
         ((1, 1), 1, {"dtype": "float16"}, ["float16 is not supported for quantization method hybrid_pack"]),
     ],

@@ -48,7 +48,7 @@ class Engine:
                 model, "enable_sleep_mode", False
             ),
             "expert load balancing (--enable-eplb), which moves experts": getattr(parallel, "enable_eplb", False),
-            "dual batch overlap (--enable-dbo)": getattr(parallel, "enable_dbo", False),
+            "micro-batches (--enable-dbo, or --ubatch-size above 1)": getattr(parallel, "use_ubatching", False),
             "LoRA on a model with packed experts": getattr(config, "lora_config", None) is not None,
         }
         return cls(
