@@ -117,7 +117,8 @@ def right(model: Path, layer: int, rank: int = 0) -> torch.Tensor:
 
 def test_config_json_alone_brings_experts_from_the_pack(made: Callable[..., Made], serve: Serve) -> None:
     model, _ = made()
-    (found,) = serve(model, additional_config=TORCH)
+    (found,) = serve(model, additional_config={**TORCH, "hybridpack": {}})
+    assert "--additional-config 'hybridpack' is not read; did you mean 'hybrid_pack'?" in found["text"]
     assert found["quantization"] == "hybrid_pack"
     experts = [name for name, method in found["methods"].items() if method == "HybridMoEMethod"]
     assert len(experts) == checkpoint.LAYERS

@@ -18,7 +18,7 @@ from hybrid_pack.integrations.vllm import experts, processes
 from hybrid_pack.integrations.vllm.advice import command_for
 from hybrid_pack.integrations.vllm.base import BaseTensors
 from hybrid_pack.integrations.vllm.dequantise import dequantise
-from hybrid_pack.integrations.vllm.options import Options, parse_options
+from hybrid_pack.integrations.vllm.options import Options, misplaced, parse_options
 from hybrid_pack.integrations.vllm.prefixes import layer_of, stored_names
 from hybrid_pack.integrations.vllm.processes import METHOD, spawn_if_needed
 from hybrid_pack.integrations.vllm.request import Request, require
@@ -66,6 +66,21 @@ def test_options(given: Any, expected: Options) -> None:
 def test_options_that_are_none(given: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse_options({"hybrid_pack": given})
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("hybrid_pack", None), ("ascend", None), ("pack", None), ("quantization", None), (3, None),
+        ("hybridpack", "did you mean 'hybrid_pack'"), ("hybrid-pack", "did you mean"), ("HYBRID_PACK", "did you mean"),
+        ("hybird_pack", "did you mean"), ("hybrid_packs", "did you mean"),
+        ("backend", "'backend' is not read here; options go below 'hybrid_pack'"), ("check", "'check' is not read"),
+    ],
+)  # fmt: skip
+def test_keys_that_look_like_ours_are_told(key: Any, said: str | None) -> None:
+    told = misplaced({"other": 1, key: {}})
+    assert told == [] if said is None else len(told) == 1 and said in told[0]
+    assert misplaced(None) == []
 
 
 @pytest.mark.parametrize(

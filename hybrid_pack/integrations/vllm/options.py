@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Any, cast, get_args
 
 from hybrid_pack.errors import UsageError
@@ -11,7 +12,10 @@ from hybrid_pack.runtime.layer import Check
 
 KEY = "hybrid_pack"
 BACKENDS = ("auto", "b12x", "torch")
+ALLOWED: Mapping[str, tuple[str, ...]] = {"backend": BACKENDS, "check": get_args(Check)}
 WHERE = f"--additional-config {KEY}"
+LIKE = 0.8
+"""Ratio of ``difflib`` from which a key is taken for a misspelt ``hybrid_pack``."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,29 @@ def parse_options(additional_config: Any) -> Options:
     given = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(given, Mapping):
         raise UsageError("not an object", where=WHERE, expected='such as {"backend": "b12x"}', found=repr(given))
-    allowed: dict[str, tuple[str, ...]] = {"backend": BACKENDS, "check": get_args(Check)}
     for key, value in given.items():
-        if key not in allowed:
-            raise UsageError("no such option", where=WHERE, expected=" or ".join(allowed), found=repr(key))
-        if value not in allowed[key]:
+        if key not in ALLOWED:
+            raise UsageError("no such option", where=WHERE, expected=" or ".join(ALLOWED), found=repr(key))
+        if value not in ALLOWED[key]:
             raise UsageError(
-                "no such choice", where=f"{WHERE}.{key}", expected=" or ".join(allowed[key]), found=repr(value)
+                "no such choice", where=f"{WHERE}.{key}", expected=" or ".join(ALLOWED[key]), found=repr(value)
             )
     return Options(given.get("backend", "auto"), cast("Check | None", given.get("check")))
+
+
+def misplaced(additional_config: Any) -> list[str]:
+    """What to say about keys that look like the plugin's, but that it does not read; other plugins have theirs there.
+
+    Args:
+        additional_config: vLLM's.
+    """
+    keys = additional_config if isinstance(additional_config, Mapping) else ()
+    found = []
+    for key in keys:
+        if key == KEY:
+            continue
+        if key in ALLOWED:
+            found.append(f"--additional-config {key!r} is not read here; options go below {KEY!r}")
+        elif SequenceMatcher(None, str(key).lower(), KEY).ratio() >= LIKE:
+            found.append(f"--additional-config {key!r} is not read; did you mean {KEY!r}?")
+    return found

@@ -13,7 +13,7 @@ from hybrid_pack.errors import UsageError
 from hybrid_pack.integrations.vllm.base import BaseTensors
 from hybrid_pack.integrations.vllm.experts import RankExperts
 from hybrid_pack.integrations.vllm.folder import Folder
-from hybrid_pack.integrations.vllm.options import Options, parse_options
+from hybrid_pack.integrations.vllm.options import Options, misplaced, parse_options
 from hybrid_pack.integrations.vllm.source import Source
 from hybrid_pack.runtime.pack import Pack, open_pack
 
@@ -92,6 +92,8 @@ class Session:
         if name is None:
             raise UsageError("which model is served is not known", where="hybrid_pack")
         options = parse_options(vllm_config.additional_config)
+        for text in misplaced(vllm_config.additional_config):
+            logger.warning("hybrid_pack: %s", text)
         revision = getattr(model, "revision", None) if getattr(model, "model", None) == name else None
         folder = Folder.find(name, revision, vllm_config.load_config.download_dir)
         return cls(folder, Source(config.source), Engine.of(vllm_config), options)
