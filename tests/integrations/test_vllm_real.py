@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +70,14 @@ class Failed(Exception):
 def serve(plugins: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """Load a model in one process a rank; what each found, with its output under ``text``."""
 
-    def run(model: Path, tp: int = 1, **engine: Any) -> list[dict[str, Any]]:
+    def run(model: Path, tp: int = 1, missing: Sequence[Sequence[str]] = (), **engine: Any) -> list[dict[str, Any]]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         path = os.pathsep.join([str(plugins), str(ROOT), os.environ.get("PYTHONPATH", "")])
         processes = []
         for rank in range(tp):
-            case = {"model": str(model), "tp": tp, "rank": rank, "port": port, "engine": engine}
+            case = {"model": str(model), "tp": tp, "rank": rank, "port": port, "engine": engine, "missing": missing}
             case["out"] = str(tmp_path / f"out-{rank}.pt")
             file = tmp_path / f"case-{rank}.json"
             file.write_text(json.dumps(case))
@@ -212,3 +212,20 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(
     for word in words:
         assert word in text, text[-3000:]
     assert "hybrid_pack: loading" not in text or "cannot run this layer" in text
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("vllm.model_executor.layers.fused_moe", "RoutedExperts"),
+        ("vllm.config", "get_current_vllm_config"),
+    ],
+)
+def test_a_name_that_vllm_moved_is_told_as_such_by_the_first_process(
+    module: str, name: str, made: Callable[..., Made], serve: Serve
+) -> None:
+    with pytest.raises(Failed) as error:
+        serve(made()[0], missing=[(module, name)], additional_config=TORCH)
+    text = str(error.value)
+    assert "is not as hybrid-pack knows it (cannot import name" in text, text[-3000:]
+    assert name in text and "create_engine_config" in text, "no worker was started"

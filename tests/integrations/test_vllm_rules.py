@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hybrid_pack
-from hybrid_pack.errors import DataError, HybridPackError, UsageError
+from hybrid_pack.errors import DataError, EnvironmentFailure, HybridPackError, UsageError
 from hybrid_pack.formats.source import Header, SourceFormat, detect
 from hybrid_pack.integrations.vllm import experts, processes
 from hybrid_pack.integrations.vllm.advice import command_for
@@ -23,7 +23,7 @@ from hybrid_pack.integrations.vllm.prefixes import layer_of, stored_names
 from hybrid_pack.integrations.vllm.processes import METHOD, spawn_if_needed
 from hybrid_pack.integrations.vllm.request import Request, require
 from hybrid_pack.integrations.vllm.source import excludes, method_name
-from hybrid_pack.integrations.vllm.versions import why_not_version
+from hybrid_pack.integrations.vllm.versions import known_names, why_not_version
 from hybrid_pack.runtime.pack import Pack
 from hybrid_pack.schemas.manifest import Requantized
 from tests.integrations import checkpoint
@@ -40,6 +40,22 @@ def test_versions(version: str, supported: bool) -> None:
     why = why_not_version(version)
     assert (why is None) is supported
     assert why is None or version in why
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            ImportError("cannot import name 'X'", name="vllm.config"),
+            r"vLLM 9.8 is not as hybrid-pack knows it \(cannot",
+        ),
+        (AttributeError("no attribute 'tp_size'"), r"vLLM 9.8 is not as .* \(no attribute 'tp_size'\); vLLM 0.22.1, "),
+        (ModuleNotFoundError("No module named 'numba'", name="numba"), r"cannot be imported \(No module named 'numba'"),
+    ],
+)
+def test_a_name_that_is_gone_is_not_a_bare_error(error: Exception, message: str) -> None:
+    with pytest.raises(EnvironmentFailure, match=message), known_names("9.8"):
+        raise error
 
 
 @pytest.mark.parametrize(

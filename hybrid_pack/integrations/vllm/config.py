@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import __version__ as vllm_version
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from hybrid_pack.errors import DataError
 from hybrid_pack.integrations.vllm import QUANT_METHOD
 from hybrid_pack.integrations.vllm.processes import spawn_if_needed
+from hybrid_pack.integrations.vllm.versions import known_names
 
 if TYPE_CHECKING:
     from hybrid_pack.integrations.vllm.session import Session
@@ -50,7 +53,17 @@ class HybridPackConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> HybridPackConfig:
-        """Make it from config.json."""
+        """Make it from config.json.
+
+        Whatever the workers will import is imported here: a name that is missing is told before any of them starts.
+
+        Raises:
+            DataError: It is not what ``convert`` writes.
+            EnvironmentFailure: This vLLM is not as it was.
+        """
+        with known_names(str(vllm_version)):
+            for name in ("dispatch", "session"):
+                import_module(f"hybrid_pack.integrations.vllm.{name}")
         return cls(config)
 
     def get_name(self) -> str:
@@ -97,7 +110,8 @@ class HybridPackConfig(QuantizationConfig):
         if self._session is None:
             from hybrid_pack.integrations.vllm.session import Session
 
-            self._session = Session.of(self)
+            with known_names(str(vllm_version)):
+                self._session = Session.of(self)
         return self._session
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:

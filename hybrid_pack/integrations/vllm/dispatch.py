@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import __version__ as vllm_version
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -14,6 +15,7 @@ from hybrid_pack.integrations.vllm.linear import linear_method
 from hybrid_pack.integrations.vllm.moe_method import HybridMoEMethod, request_of
 from hybrid_pack.integrations.vllm.prefixes import layer_of, stored_names
 from hybrid_pack.integrations.vllm.request import require
+from hybrid_pack.integrations.vllm.versions import known_names
 from hybrid_pack.io.excludes import matches
 
 if TYPE_CHECKING:
@@ -37,7 +39,8 @@ def _experts(config: HybridPackConfig, layer: Any, prefix: str) -> Any:
     session = config.session
     number = layer_of(prefix)
     if number is not None and number in session.pack.layers:
-        request = request_of(layer, number, prefix, session.engine)
+        with known_names(str(vllm_version)):
+            request = request_of(layer, number, prefix, session.engine)
         require(request, session.pack.manifest, session.folder.root)
         return HybridMoEMethod(layer.moe_config, session, request)
     names = session.base.names(prefix)

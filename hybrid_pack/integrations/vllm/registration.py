@@ -10,7 +10,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from hybrid_pack.errors import EnvironmentFailure
 from hybrid_pack.integrations.vllm import QUANT_METHOD
-from hybrid_pack.integrations.vllm.versions import SUPPORTED, why_not_version
+from hybrid_pack.integrations.vllm.versions import SUPPORTED, why_not_known, why_not_version
 
 
 def register_method() -> None:
@@ -29,7 +29,7 @@ def _method(found: str) -> type[QuantizationConfig]:
 
             return HybridPackConfig
         except (ImportError, AttributeError) as error:
-            why_not = f"vLLM {found} is not as hybrid-pack knows it ({error})"
+            why_not = why_not_known(found, error)
     return refusing(why_not)
 
 
@@ -38,6 +38,9 @@ def refusing(reason: str) -> type[QuantizationConfig]:
 
     class RefusedHybridPackConfig(QuantizationConfig):
         """Only says why packs cannot be served."""
+
+        def __init__(self) -> None:
+            raise EnvironmentFailure(reason, where=QUANT_METHOD, hint=f"install vLLM {SUPPORTED}")
 
         def get_name(self) -> str:
             return QUANT_METHOD
@@ -55,9 +58,9 @@ def refusing(reason: str) -> type[QuantizationConfig]:
 
         @classmethod
         def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
-            raise EnvironmentFailure(reason, where=QUANT_METHOD, hint=f"install vLLM {SUPPORTED}")
+            return cls()
 
         def get_quant_method(self, layer: Any, prefix: str) -> Any:
-            raise EnvironmentFailure(reason, where=QUANT_METHOD)
+            raise AssertionError("there is no object to ask")
 
     return RefusedHybridPackConfig

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hybrid_pack.errors import EnvironmentFailure
 
 FIRST, LAST = (0, 22, 1), (0, 27)
 """The interface of 0.22.1, 0.25.1 and 0.27.1 is held against their sources (tests/integrations/interface.json)."""
 
 SUPPORTED = "0.22.1 to 0.27.x"
+KNOWN = "0.22.1, 0.25.1 or 0.27.1"
 
 
 def release_of(version: str) -> tuple[int, ...] | None:
@@ -22,3 +27,28 @@ def why_not_version(version: str) -> str | None:
     if release is not None and release >= FIRST and release[: len(LAST)] <= LAST:
         return None
     return f"packs are served by vLLM {SUPPORTED}; this is vLLM {version}"
+
+
+def why_not_known(version: str, error: ImportError | AttributeError) -> str:
+    """What a missing name means: vLLM's, or a module that the plugin needs beside it."""
+    home = (error.name or "").partition(".")[0]
+    if isinstance(error, AttributeError) or home == "vllm":
+        return f"vLLM {version} is not as hybrid-pack knows it ({error})"
+    return f"the plugin cannot be imported ({error})"
+
+
+@contextmanager
+def known_names(version: str) -> Iterator[None]:
+    """Say of a name that is not where it was that this vLLM is another.
+
+    Args:
+        version: Of vLLM.
+
+    Raises:
+        EnvironmentFailure: In the place of an ``ImportError`` or ``AttributeError``.
+    """
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        reason = why_not_known(version, error)
+        raise EnvironmentFailure(reason, where="hybrid_pack", hint=f"vLLM {KNOWN} is known to work") from error
