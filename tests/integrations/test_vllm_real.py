@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -229,3 +230,13 @@ def test_a_name_that_vllm_moved_is_told_as_such_by_the_first_process(
     text = str(error.value)
     assert "is not as hybrid-pack knows it (cannot import name" in text, text[-3000:]
     assert name in text and "create_engine_config" in text, "no worker was started"
+
+
+def test_a_model_that_is_no_pack_is_told_as_such(made: Callable[..., Made], serve: Serve, tmp_path: Path) -> None:
+    model = tmp_path / "plain"
+    shutil.copytree(made()[0], model, ignore=shutil.ignore_patterns("experts"))
+    config = json.loads((model / "config.json").read_text())
+    del config["quantization_config"]
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Failed, match=r"this is not a pack: config.json has no quantization_config; convert it first"):
+        serve(model, quantization="hybrid_pack", additional_config=TORCH)

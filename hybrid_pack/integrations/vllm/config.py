@@ -12,7 +12,7 @@ from vllm import __version__ as vllm_version
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from hybrid_pack.errors import DataError
+from hybrid_pack.errors import DataError, UsageError
 from hybrid_pack.integrations.vllm import QUANT_METHOD
 from hybrid_pack.integrations.vllm.processes import spawn_if_needed
 from hybrid_pack.integrations.vllm.versions import known_names
@@ -32,15 +32,21 @@ class HybridPackConfig(QuantizationConfig):
     worker asks for a layer.
 
     Args:
-        document: ``quantization_config`` of the pack's config.json.
+        document: ``quantization_config`` of the pack's config.json. vLLM leaves it out where there is none: the method
+            was then asked for with ``--quantization``.
 
     Attributes:
         source: The source's own quantisation config, {} where it had none.
         model: Folder or Hub id vLLM serves, once it is known.
     """
 
-    def __init__(self, document: Mapping[str, Any]) -> None:
+    def __init__(self, document: Mapping[str, Any] | None = None) -> None:
         super().__init__()
+        if document is None:
+            raise UsageError(
+                "this is not a pack: config.json has no quantization_config", where="--quantization hybrid_pack",
+                hint="convert it first: hybrid-pack convert SRC --out OUT; serving OUT needs no --quantization",
+            )  # fmt: skip
         source = document.get("source_quantization_config")
         if source is not None and not isinstance(source, Mapping):
             raise DataError("not an object", where=f"{WHERE}.source_quantization_config", found=repr(source))
