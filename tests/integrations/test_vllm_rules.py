@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,10 @@ from hybrid_pack.integrations.vllm.processes import METHOD, spawn_if_needed
 from hybrid_pack.integrations.vllm.request import Request, require
 from hybrid_pack.integrations.vllm.source import excludes, method_name
 from hybrid_pack.integrations.vllm.versions import known_names, why_not_version
+from hybrid_pack.integrations.vllm.words import hint_for
+from hybrid_pack.runtime import backends
 from hybrid_pack.runtime.pack import Pack
+from hybrid_pack.runtime.stream.files import AGAIN
 from hybrid_pack.schemas.manifest import Requantized
 from tests.integrations import checkpoint
 
@@ -426,8 +430,53 @@ def test_a_damaged_shard_stops_it_by_name(packs: dict[tuple[int, int], Pack], tm
     shard = min(root.glob("experts/*/rank-1/*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
     pack = hybrid_pack.open_pack(root)
-    with pytest.raises(HybridPackError, match=shard.name):
+    with pytest.raises(HybridPackError) as error:
         rank_experts(pack).take(pack.layers[0])
+    assert str(error.value).startswith(f"rank 1, {shard}: the file is truncated (expected ")
+    assert str(error.value).endswith(f"; `hybrid-pack verify {root}` checks every byte")
+
+
+def hints_of_the_runtime() -> list[str]:
+    """Every hint that loading a rank and choosing its backend can give."""
+    folder = Path(hybrid_pack.__file__).parent / "runtime"
+    files = [*folder.glob("stream/*.py"), folder / "load.py", folder / "backends.py"]
+    found = []
+    for node in (n for file in files for n in ast.walk(ast.parse(file.read_text()))):
+        value = node.value if isinstance(node, ast.keyword) and node.arg == "hint" else None
+        found += [value.value] if isinstance(value, ast.Constant) and isinstance(value.value, str) else []
+    return [*found, AGAIN]
+
+
+def test_hints_name_nothing_that_only_the_library_has() -> None:
+    hints = hints_of_the_runtime()
+    assert len(hints) >= 6 and any("max_tokens" in hint for hint in hints)
+    for hint in hints:
+        told = hint_for(hint, Path("/pack"))
+        assert told is not None
+        for word in (
+            "max_tokens",
+            "MoERuntime",
+            "host_memory_bytes",
+            "readers",
+            "fewer layers",
+            "leave out",
+            "verify`",
+        ):
+            assert word not in told, hint
+
+
+def test_scratch_that_does_not_fit_names_vllms_option(
+    packs: dict[tuple[int, int], Pack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(backends, "consider", lambda layer: [backends.Accepted("b12x")])
+    monkeypatch.setattr(backends.b12x_backend, "B12xBackend", full)
+    pack = packs[2, 1]
+    with pytest.raises(EnvironmentFailure, match=r"not enough for the scratch of b12x") as error:
+        rank_experts(pack).take(pack.layers[0])
+    assert str(error.value).endswith("(found no room); a smaller --max-num-batched-tokens needs less")
 
 
 def test_registering_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

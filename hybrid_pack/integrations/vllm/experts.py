@@ -11,6 +11,7 @@ import torch
 
 from hybrid_pack.errors import EnvironmentFailure
 from hybrid_pack.integrations.vllm.options import Options
+from hybrid_pack.integrations.vllm.words import in_words
 from hybrid_pack.runtime.backends import Rejected
 from hybrid_pack.runtime.layer import PackedMoELayer
 from hybrid_pack.runtime.moe import HybridMoE
@@ -87,7 +88,8 @@ class RankExperts:
         layers = f"{len(wanted)} layer{'s' * (len(wanted) != 1)}"
         self._log.info("hybrid_pack: loading %s of rank %d from %s", layers, self.rank, self.pack.root)
         before = _peak_bytes(self.device)
-        loaded = self.pack.load_rank(self.rank, self.device, wanted, check=self.options.check)
+        with in_words(self.pack.root, self.rank):
+            loaded = self.pack.load_rank(self.rank, self.device, wanted, check=self.options.check)
         self._loaded.update(loaded)
         self._report = loaded.report
         peak, beyond = _peak_bytes(self.device), ""
@@ -97,7 +99,8 @@ class RankExperts:
         self._log.info("hybrid_pack: %s%s", loaded.report, beyond)
 
     def _ready(self, weights: PackedMoELayer) -> HybridMoE:
-        moe = HybridMoE(weights, weights.geometry.top_k, self.max_tokens, self.options.backend)
+        with in_words(self.pack.root):
+            moe = HybridMoE(weights, weights.geometry.top_k, self.max_tokens, self.options.backend)
         better = takewhile(lambda choice: choice.backend != moe.backend, moe.choices)
         reasons = "; ".join(f"not {c.backend}: {c.reason}" for c in better if isinstance(c, Rejected))
         why = "as asked for" if self.options.backend != "auto" else reasons or "the first choice"
