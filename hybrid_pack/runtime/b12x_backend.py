@@ -10,7 +10,7 @@ from hybrid_pack.errors import UsageError
 from hybrid_pack.runtime import b12x_probe
 from hybrid_pack.runtime.b12x_launch import ALIGNMENT, OneGrid, check_tensors, one_grid_problem
 from hybrid_pack.runtime.b12x_tier import TierRunner
-from hybrid_pack.runtime.layer import PackedMoELayer
+from hybrid_pack.runtime.layer import LayerGeometry, PackedMoELayer
 from hybrid_pack.runtime.moe_runtime import DECODE_TOKENS, MoERuntime, RuntimeKey, require_fitting, shared_runtime
 from hybrid_pack.runtime.random_layer import random_layer
 from hybrid_pack.runtime.torch_backend import TorchBackend
@@ -32,21 +32,34 @@ def why_not(layer: PackedMoELayer) -> str | None:
 
     Only where there are none is b12x imported, and only on a GPU nobody has tried is a self-test run.
     """
-    problems = [
-        *b12x_probe.device_problems(layer.device),
-        *b12x_probe.package_problems(),
-        *b12x_probe.layer_problems(
-            layer.geometry, layer.tiles, kept=layer.kept is not None, tail=layer.tail is not None
-        ),
-    ]
-    if problems:
-        return "; ".join(problems)
-    problem = b12x_probe.import_problem()
+    problem = why_not_geometry(
+        layer.geometry, layer.tiles, layer.device, kept=layer.kept is not None, tail=layer.tail is not None
+    )
     if problem is None and b12x_probe.needs_self_test(layer.device):
         problem = self_test(
             layer.device, layer.tiles, layer.geometry.kept_scale_format or "e4m3_k16", layer.geometry.gated
         )
     return problem
+
+
+def why_not_geometry(
+    geometry: LayerGeometry, tiles: Tiles, device: torch.device, *, kept: bool, tail: bool
+) -> str | None:
+    """The same before there is a layer; all but the self-test.
+
+    Args:
+        geometry: Of the rank's experts.
+        tiles: Tiles they are laid out for.
+        device: Where they shall be.
+        kept: Whether there are kept experts.
+        tail: Whether there are tail experts.
+    """
+    problems = [
+        *b12x_probe.device_problems(device),
+        *b12x_probe.package_problems(),
+        *b12x_probe.layer_problems(geometry, tiles, kept=kept, tail=tail),
+    ]
+    return "; ".join(problems) or b12x_probe.import_problem()
 
 
 @cache

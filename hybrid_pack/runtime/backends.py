@@ -10,8 +10,9 @@ import torch
 
 from hybrid_pack.errors import EnvironmentFailure, HybridPackError, UsageError
 from hybrid_pack.runtime import b12x_backend, torch_backend
-from hybrid_pack.runtime.layer import PackedMoELayer
+from hybrid_pack.runtime.layer import LayerGeometry, PackedMoELayer
 from hybrid_pack.runtime.moe_runtime import MoERuntime
+from hybrid_pack.sharding import Tiles
 
 PREFERENCE = ("b12x", "cuda", "torch")
 """Candidates, best first."""
@@ -57,7 +58,25 @@ class Backend(Protocol):
 
 def consider(layer: PackedMoELayer) -> list[Choice]:
     """What each candidate says to a layer, best candidate first."""
-    reasons = {"b12x": b12x_backend.why_not(layer), "cuda": NOT_YET, "torch": torch_backend.why_not(layer)}
+    return _choices(b12x_backend.why_not(layer), torch_backend.why_not(layer))
+
+
+def foresee(geometry: LayerGeometry, tiles: Tiles, device: torch.device, *, kept: bool, tail: bool) -> list[Choice]:
+    """What each candidate would say, before anything is loaded; b12x may reject the layer later, after a self-test.
+
+    Args:
+        geometry: Of the rank's experts.
+        tiles: Tiles they are laid out for.
+        device: Where they shall be.
+        kept: Whether there are kept experts.
+        tail: Whether there are tail experts.
+    """
+    b12x = b12x_backend.why_not_geometry(geometry, tiles, device, kept=kept, tail=tail)
+    return _choices(b12x, torch_backend.why_not_geometry(geometry))
+
+
+def _choices(b12x: str | None, torch: str | None) -> list[Choice]:
+    reasons = {"b12x": b12x, "cuda": NOT_YET, "torch": torch}
     return [Accepted(name) if (why := reasons[name]) is None else Rejected(name, why) for name in PREFERENCE]
 
 

@@ -15,6 +15,22 @@ from hybrid_pack.schemas.manifest import Manifest, ShardEntry
 DTYPES = {"I32": torch.int32, "U8": torch.uint8, "F32": torch.float32}
 
 
+def layer_geometry(manifest: Manifest, layer: int) -> LayerGeometry:
+    """The sizes and formats of a rank's experts of a layer, from the manifest alone."""
+    geometry = rank_geometry(manifest)
+    return LayerGeometry(
+        hidden_size=geometry.hidden,
+        intermediate_size=geometry.intermediate,
+        num_experts=manifest.geometry.num_experts,
+        top_k=manifest.geometry.top_k,
+        kept_scale_format=manifest.layers[str(layer)].kept_scale_format,
+        nf3_levels=manifest.layout.nf3_levels,
+        activation=manifest.layout.activation,
+        gated=geometry.gated,
+        expert_biases=manifest.layout.expert_biases,
+    )
+
+
 def build_layer(
     manifest: Manifest, entry: ShardEntry, tensor: Callable[[str], torch.Tensor], checked: Check
 ) -> PackedMoELayer:
@@ -27,7 +43,6 @@ def build_layer(
         checked: What was held against the manifest.
     """
     kept, tail = rank_tiers(manifest, entry.layer, entry.rank)
-    geometry = rank_geometry(manifest)
 
     def tier(name: Tier, ids: tuple[int, ...]) -> TierWeights | None:
         if not ids:
@@ -39,17 +54,7 @@ def build_layer(
         rank=entry.rank,
         kept=tier("kept", kept),
         tail=tier("tail", tail),
-        geometry=LayerGeometry(
-            hidden_size=geometry.hidden,
-            intermediate_size=geometry.intermediate,
-            num_experts=manifest.geometry.num_experts,
-            top_k=manifest.geometry.top_k,
-            kept_scale_format=manifest.layers[str(entry.layer)].kept_scale_format,
-            nf3_levels=manifest.layout.nf3_levels,
-            activation=manifest.layout.activation,
-            gated=geometry.gated,
-            expert_biases=manifest.layout.expert_biases,
-        ),
+        geometry=layer_geometry(manifest, entry.layer),
         tiles=manifest.layout.tiles,
         checked=checked,
     )

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from hybrid_pack._version import __version__
-from hybrid_pack.io.manifest import is_gated
 from hybrid_pack.runtime import b12x_probe, torch_backend
 from hybrid_pack.runtime.backends import NOT_YET, PREFERENCE, Accepted, Choice, Rejected
+from hybrid_pack.runtime.build import layer_geometry
 from hybrid_pack.runtime.layer import LayerGeometry
 from hybrid_pack.runtime.pack import Pack
 
@@ -123,18 +123,8 @@ def _layers(pack: Pack) -> list[tuple[LayerGeometry, bool, bool]]:
     """(geometry, has kept experts, has tail experts) of each distinct kind of layer in a pack."""
     manifest = pack.manifest
     found: dict[tuple[LayerGeometry, bool, bool], None] = {}
-    for layer in manifest.layers.values():
-        geometry = LayerGeometry(
-            hidden_size=manifest.geometry.hidden_size,
-            intermediate_size=manifest.geometry.intermediate_size_padded // pack.topology.tensor_parallel,
-            num_experts=manifest.geometry.num_experts,
-            top_k=manifest.geometry.top_k,
-            kept_scale_format=layer.kept_scale_format,
-            nf3_levels=manifest.layout.nf3_levels,
-            activation=manifest.layout.activation,
-            gated=is_gated(manifest),
-            expert_biases=manifest.layout.expert_biases,
-        )
+    for number, layer in manifest.layers.items():
+        geometry = layer_geometry(manifest, int(number))
         found[geometry, bool(layer.kept), bool(layer.tail)] = None
     return list(found)
 

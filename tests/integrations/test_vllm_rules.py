@@ -27,6 +27,7 @@ from hybrid_pack.integrations.vllm.source import excludes, method_name
 from hybrid_pack.integrations.vllm.versions import known_names, why_not_version
 from hybrid_pack.integrations.vllm.words import hint_for
 from hybrid_pack.runtime import backends
+from hybrid_pack.runtime.build import layer_geometry
 from hybrid_pack.runtime.pack import Pack
 from hybrid_pack.runtime.stream.files import AGAIN
 from hybrid_pack.schemas.manifest import Requantized
@@ -421,6 +422,52 @@ def test_layers_announced_together_come_together(
     expected = f"hybrid_pack: loading {count} layer{'s' * (count != 1)} of rank 1 from"
     assert caplog.records[0].getMessage().startswith(expected)
     assert any("not b12x: " in record.getMessage() for record in caplog.records), "why it is the slow one is said"
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "eager", "message"),
+    [
+        ("auto", "cpu", False, None), ("torch", "cpu", False, None), ("auto", "cuda", True, None),
+        ("torch", "cuda", True, None),
+        ("b12x", "cpu", True, r"layer 1 rank 1: the backend 'b12x' cannot run this layer: .*no CUDA device"),
+        ("torch", "cuda", False, r"waits for the device.* \(found as asked for\).*--enforce-eager"),
+        ("auto", "cuda", False, r"waits for the device.* \(found not b12x: no CUDA device"),
+    ],
+)  # fmt: skip
+def test_what_no_backend_will_run_is_refused_when_it_is_announced(
+    backend: str, device: str, eager: bool, message: str | None, packs: dict[tuple[int, int], Pack],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    log, options = logging.getLogger("test_vllm_rules"), Options(backend)
+    rank = experts.RankExperts(packs[2, 1], 1, torch.device(device), options, 8, eager, log)
+    if message is None:
+        rank.announce(1)
+        return
+    with pytest.raises(EnvironmentFailure, match=message):
+        rank.announce(1)
+
+
+def test_an_activation_nobody_runs_is_refused_when_it_is_announced(packs: dict[tuple[int, int], Pack]) -> None:
+    pack = packs[2, 1]
+    layout = pack.manifest.layout.model_copy(update={"activation": "gelu"})
+    other = Pack(pack.root, pack.manifest.model_copy(update={"layout": layout}))
+    with pytest.raises(
+        EnvironmentFailure, match=r"no backend can run this layer: b12x: .*torch: the activation 'gelu'"
+    ):
+        rank_experts(other).announce(1)
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (1, 2)])
+def test_what_backends_say_of_a_manifest_they_say_of_the_layer(
+    tp: int, ep: int, packs: dict[tuple[int, int], Pack]
+) -> None:
+    pack = packs[tp, ep]
+    for number in pack.layers:
+        layer = pack.load_layer(number, 1)
+        tiers = {"kept": layer.kept is not None, "tail": layer.tail is not None}
+        assert layer_geometry(pack.manifest, number) == layer.geometry
+        assert backends.foresee(layer.geometry, layer.tiles, layer.device, **tiers) == backends.consider(layer)
 
 
 def test_a_damaged_shard_stops_it_by_name(packs: dict[tuple[int, int], Pack], tmp_path: Path) -> None:

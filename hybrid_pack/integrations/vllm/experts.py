@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 
@@ -12,7 +12,9 @@ import torch
 from hybrid_pack.errors import EnvironmentFailure
 from hybrid_pack.integrations.vllm.options import Options
 from hybrid_pack.integrations.vllm.words import in_words
-from hybrid_pack.runtime.backends import Rejected
+from hybrid_pack.io.manifest import rank_tiers
+from hybrid_pack.runtime.backends import Choice, Rejected, choose, foresee
+from hybrid_pack.runtime.build import layer_geometry
 from hybrid_pack.runtime.layer import PackedMoELayer
 from hybrid_pack.runtime.moe import HybridMoE
 from hybrid_pack.runtime.pack import Pack
@@ -65,7 +67,20 @@ class RankExperts:
         self._told: set[str] = set()
 
     def announce(self, layer: int) -> None:
-        """Say that a layer will be taken."""
+        """Say that a layer will be taken; what no backend will run is refused here, before anything is loaded.
+
+        Raises:
+            EnvironmentFailure: Why it cannot be run.
+        """
+        manifest = self.pack.manifest
+        kept, tail = rank_tiers(manifest, layer, self.rank)
+        # vLLM makes models with its own dtype and device as torch's defaults, for which b12x is not imported.
+        with float32_by_default(), torch.device("cpu"):
+            choices = foresee(
+                layer_geometry(manifest, layer), self.pack.tiles, self.device, kept=bool(kept), tail=bool(tail)
+            )
+        where = f"layer {layer} rank {self.rank}"
+        self._require_eager(choose(self.options.backend, choices, where), choices, where)
         self._wanted[layer] = None
 
     def take(self, layer: int) -> tuple[HybridMoE, LoadReport]:
@@ -101,20 +116,26 @@ class RankExperts:
     def _ready(self, weights: PackedMoELayer) -> HybridMoE:
         with in_words(self.pack.root):
             moe = HybridMoE(weights, weights.geometry.top_k, self.max_tokens, self.options.backend)
-        better = takewhile(lambda choice: choice.backend != moe.backend, moe.choices)
-        reasons = "; ".join(f"not {c.backend}: {c.reason}" for c in better if isinstance(c, Rejected))
-        why = "as asked for" if self.options.backend != "auto" else reasons or "the first choice"
-        if moe.backend == "torch" and self.device.type == "cuda" and not self.eager:
-            raise EnvironmentFailure(
-                "the torch backend waits for the device, which CUDA graphs do not allow",
-                where=f"layer {weights.layer}", found=why, hint="see `hybrid-pack doctor`, or use --enforce-eager",
-            )  # fmt: skip
-        text = f"backend {moe.backend} ({why})"
+        self._require_eager(moe.backend, moe.choices, f"layer {weights.layer} rank {self.rank}")
+        text = f"backend {moe.backend} ({self._why(moe.backend, moe.choices)})"
         if text not in self._told:
             self._told.add(text)
             scratch = f", scratch of all layers {moe.scratch_bytes / 2**20:.0f} MiB" if moe.scratch_bytes else ""
             self._log.info("hybrid_pack: %s, up to %d tokens a call%s", text, self.max_tokens, scratch)
         return moe
+
+    def _require_eager(self, backend: str, choices: Sequence[Choice], where: str) -> None:
+        if backend == "torch" and self.device.type == "cuda" and not self.eager:
+            raise EnvironmentFailure(
+                "the torch backend waits for the device, which CUDA graphs do not allow",
+                where=where, found=self._why(backend, choices), hint="see `hybrid-pack doctor`, or use --enforce-eager",
+            )  # fmt: skip
+
+    def _why(self, backend: str, choices: Sequence[Choice]) -> str:
+        """Why this backend."""
+        better = takewhile(lambda choice: choice.backend != backend, choices)
+        reasons = "; ".join(f"not {c.backend}: {c.reason}" for c in better if isinstance(c, Rejected))
+        return "as asked for" if self.options.backend != "auto" else reasons or "the first choice"
 
 
 def _peak_bytes(device: torch.device) -> int:

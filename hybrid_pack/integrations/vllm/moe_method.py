@@ -36,6 +36,7 @@ class HybridMoEMethod(FusedMoEMethodBase):
         self.report: LoadReport | None = None
         self._session, self._rank = session, request.rank
         session.experts(request.rank).announce(request.layer)
+        session.fetch(request.rank)
 
     def create_weights(
         self,

@@ -82,6 +82,7 @@ class Session:
         self.pack: Pack = open_pack(folder.root)
         self.base = BaseTensors.read(folder.base())
         self._experts: RankExperts | None = None
+        self._fetched: set[int] = set()
 
     @classmethod
     def of(cls, config: HybridPackConfig) -> Session:
@@ -99,9 +100,8 @@ class Session:
         return cls(folder, Source(config.source), Engine.of(vllm_config), options)
 
     def experts(self, rank: int) -> RankExperts:
-        """The experts of this process's rank."""
+        """The experts of this process's rank; ``fetch`` brings their files."""
         if self._experts is None:
-            self.folder.fetch_rank(self.pack.topology.folder, rank)
             engine = self.engine
             self._experts = RankExperts(
                 self.pack, rank, engine.device, self.options, engine.max_tokens, engine.eager, logger
@@ -109,3 +109,9 @@ class Session:
         if self._experts.rank != rank:
             raise UsageError("one process, two ranks", where=self.folder.root, expected=self._experts.rank, found=rank)
         return self._experts
+
+    def fetch(self, rank: int) -> None:
+        """Bring the shards of a rank, where the pack is on the Hub."""
+        if rank not in self._fetched:
+            self.folder.fetch_rank(self.pack.topology.folder, rank)
+            self._fetched.add(rank)
