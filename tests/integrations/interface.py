@@ -76,7 +76,9 @@ USED: dict[str, dict[str, tuple[str, ...]]] = {
         "LinearBase": ("__init__",),
         "UnquantizedLinearMethod": ("create_weights", "process_weights_after_loading", "apply"),
     },
-    f"{LAYERS}/vocab_parallel_embedding.py": {"VocabParallelEmbedding": ("__init__",)},
+    f"{LAYERS}/vocab_parallel_embedding.py": {
+        "VocabParallelEmbedding": ("__init__",), "ParallelLMHead": ("__init__",),
+    },
     "model_executor/parameter.py": {
         "BasevLLMParameter": ("__init__", "load_row_parallel_weight"),
         "_ColumnvLLMParameter": ("__init__", *LOADS[::2], "load_qkv_weight"),

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import hybrid_pack
 from tests.convert.support import pack as convert
+from tests.gpu.vllm_models import SHAPES, write_source
 from tests.integrations import checkpoint
 from tests.integrations.vllm_cpu import inputs
 
@@ -240,3 +242,24 @@ def test_a_model_that_is_no_pack_is_told_as_such(made: Callable[..., Made], serv
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(Failed, match=r"this is not a pack: config.json has no quantization_config; convert it first"):
         serve(model, quantization="hybrid_pack", additional_config=TORCH)
+
+
+def test_a_router_that_vllm_never_quantises_is_told_before_weights_are_loaded(serve: Serve, tmp_path: Path) -> None:
+    """Of the last layer alone, so that nothing after it but the head tells that the layer is complete."""
+    source, shape = tmp_path / "source", SHAPES["glm4_moe"]
+    write_source(source, shape)
+    name = f"model.layers.{shape.layers - 1}.mlp.gate"
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    file = source / index["weight_map"][f"{name}.weight"]
+    scale = torch.full((shape.experts,), 0.5, dtype=torch.bfloat16)
+    tensors = load_file(file) | {f"{name}.weight_scale_fp8": scale}
+    tensors[f"{name}.weight"] = tensors[f"{name}.weight"].to(torch.float8_e4m3fn)
+    save_file(tensors, file)
+    index["weight_map"][f"{name}.weight_scale_fp8"] = file.name
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    convert(source, tmp_path / "pack")
+    with pytest.raises(Failed) as error:
+        serve(tmp_path / "pack", additional_config=TORCH)
+    text = str(error.value)
+    assert f"{name}: this vLLM can load it only unquantised (expected BF16, found fp8_row)" in text, text[-3000:]
+    assert "initialize_model" in text and "load_weights" not in text

@@ -228,6 +228,51 @@ def test_quantised_modules_no_layer_was_made_for(more: dict[str, Header], refuse
         tensors.require_claimed()
 
 
+def gates(*layers: int, at: str = "model.layers") -> BaseTensors:
+    """Layers 0 to 2, and routers of some of them that are quantised."""
+    headers: dict[str, Header] = {f"model.layers.{n}.self_attn.o_proj.weight": PLAIN for n in range(3)}
+    for n in layers:
+        headers |= {f"{at}.{n}.mlp.gate.weight": FP8, f"{at}.{n}.mlp.gate.weight_scale": SCALE}
+    return BaseTensors(headers)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "seen"),
+    [(gates(), None), (gates(0, 1, 2), 1), (gates(0), 1), (gates(1, 2), 2), (gates(2), 3), (gates(7), None)],
+)
+def test_modules_no_layer_was_made_for_are_seen_while_the_model_is_made(tensors: BaseTensors, seen: int | None) -> None:
+    """In vLLM's order: attention, experts, layer by layer, then the head; a layer's own router may come after both."""
+    step = None
+    for n in range(4):
+        prefix = f"model.layers.{n}.mlp.experts" if n < 3 else "lm_head"
+        if n < 3:
+            tensors.stored(f"model.layers.{n}.self_attn.o_proj", {})
+        try:
+            tensors.require_built(prefix)
+        except DataError as error:
+            step = n
+            assert "this vLLM can load it only unquantised" in str(error)
+            break
+    assert step == seen
+
+
+def test_nothing_is_seen_too_early() -> None:
+    other = gates(0, at="vision_tower.encoder.layers")  # made after the language model
+    for n in range(3):
+        other.stored(f"model.layers.{n}.self_attn.o_proj", {})
+        other.require_built(f"model.layers.{n}.mlp.experts")
+    other.require_built("lm_head")
+    with pytest.raises(DataError, match="vision_tower"):
+        other.require_claimed()
+    early = gates(0, 1)
+    early.stored("model.layers.0.self_attn.o_proj", {})
+    early.require_built("lm_head")  # made before any layer
+    early.require_built("model.layers.0.shared_head.head")  # a layer of multi-token prediction begins with its head
+    early.require_built("model.layers.0.mlp.experts")
+    with pytest.raises(DataError, match=r"layers\.0\.mlp\.gate"):
+        early.require_built("model.layers.1.mlp.experts")
+
+
 def header(tensor: torch.Tensor) -> Header:
     names = {torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32", torch.bfloat16: "BF16"}
     return names[tensor.dtype], tuple(tensor.shape)

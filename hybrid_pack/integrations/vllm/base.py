@@ -13,7 +13,7 @@ from typing import Any
 
 from hybrid_pack.errors import DataError
 from hybrid_pack.formats.source import Header, SourceFormat, Unsupported, detect
-from hybrid_pack.integrations.vllm.prefixes import layer_of, stored_names
+from hybrid_pack.integrations.vllm.prefixes import layer_of, stack_of, stored_names
 from hybrid_pack.io.shards import read_shards
 
 PLAIN = frozenset({"bf16", "f16", "f32"})
@@ -53,6 +53,7 @@ class BaseTensors:
         self._modules = _by_module(self._raw)
         self._mapped = 0
         self._claimed: set[str] = set()
+        self._stacks: set[str] = set()
 
     @classmethod
     def read(cls, root: Path) -> BaseTensors:
@@ -89,17 +90,41 @@ class BaseTensors:
             raise DataError("stored in different ways, and vLLM fuses them into one", where=prefix, found=found)
         return Stored(tuple(names), forms[names[0]], self._modules[names[0]])
 
-    def require_claimed(self) -> None:
+    def require_built(self, prefix: str) -> None:
+        """``require_claimed`` for what is complete when vLLM makes a certain module, before weights are loaded.
+
+        Models are made layer by layer, and the head after them. Where the experts of a layer are made, the layers
+        before it are complete; where the head is made, all layers beside those with experts are. A head inside a layer,
+        as the MTP layers of DeepSeek have it, may come before the rest of it.
+
+        Args:
+            prefix: Of the experts, or of the head.
+
+        Raises:
+            DataError: There is one.
+        """
+        if (stack := stack_of(prefix)) is not None:
+            self._stacks.add(stack)
+        self.require_claimed(tuple(self._stacks), layer_of(prefix))
+
+    def require_claimed(self, stacks: tuple[str, ...] = ("",), before: int | None = None) -> None:
         """Refuse quantised modules of the layers in use that no layer of vLLM's was made for.
 
         vLLM would take their codes for weights, or leave its own uninitialised.
+
+        Args:
+            stacks: Only modules whose names begin with one of these.
+            before: Only those of layers with a lower number.
 
         Raises:
             DataError: There is one.
         """
         layers = {layer_of(name) for name in self._claimed}
         for name, fields in self._modules.items():
-            if name in self._claimed or layer_of(name) not in layers or ".experts." in f"{name}.":
+            number = layer_of(name)
+            if not name.startswith(stacks) or (before is not None and (number is None or number >= before)):
+                continue
+            if name in self._claimed or number not in layers or ".experts." in f"{name}.":
                 continue
             found = detect(fields)
             if isinstance(found, Unsupported) or found[0].name in PLAIN:

@@ -8,7 +8,7 @@ import torch
 from vllm import __version__ as vllm_version
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from hybrid_pack.errors import DataError
 from hybrid_pack.integrations.vllm.linear import linear_method
@@ -31,7 +31,7 @@ def method_of(config: HybridPackConfig, layer: torch.nn.Module, prefix: str) -> 
     if isinstance(layer, LinearBase):
         return _linear(config, layer, prefix)
     if isinstance(layer, VocabParallelEmbedding):
-        return _embedding(config, prefix)
+        return _embedding(config, layer, prefix)
     return session.source.method(layer, prefix, config.packed_modules_mapping, config.mappers)
 
 
@@ -42,6 +42,7 @@ def _experts(config: HybridPackConfig, layer: Any, prefix: str) -> Any:
         with known_names(str(vllm_version)):
             request = request_of(layer, number, prefix, session.engine)
         require(request, session.pack.manifest, session.folder.root)
+        session.base.require_built(prefix)
         return HybridMoEMethod(layer.moe_config, session, request)
     names = session.base.names(prefix)
     if not names:
@@ -68,7 +69,9 @@ def _linear(config: HybridPackConfig, layer: Any, prefix: str) -> Any:
     return session.source.method(layer, prefix, packed, config.mappers) or UnquantizedLinearMethod()
 
 
-def _embedding(config: HybridPackConfig, prefix: str) -> None:
+def _embedding(config: HybridPackConfig, layer: Any, prefix: str) -> None:
+    if isinstance(layer, ParallelLMHead):
+        config.session.base.require_built(prefix)
     stored = config.session.base.stored(prefix, {})
     if stored is not None and not stored.plain:
         raise DataError(

@@ -27,6 +27,12 @@ def layer_of(prefix: str) -> int | None:
     return int(match[1])
 
 
+def stack_of(prefix: str) -> str | None:
+    """The list a module's decoder layer is in, with its dot: ``model.layers.``; None where it is in none."""
+    match = _LAYER.search(prefix)
+    return None if layer_of(prefix) is None or match is None else prefix[: match.start(1)]
+
+
 def stored_names(prefix: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
     """The modules of a checkpoint that vLLM fuses into one; the module itself where it is not fused."""
     parent, dot, last = prefix.rpartition(".")
