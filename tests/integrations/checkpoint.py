@@ -62,7 +62,8 @@ def matrix(dialect: str, rows: int, columns: int, generator: torch.Generator) ->
         one = torch.rand((), generator=generator) * 0.1 + 0.01
         return Matrix({"weight": codes, "weight_scale": one}, codes.double() * one.double())
     assert dialect == "fp8_block", dialect
-    scale = torch.rand(math.ceil(rows / 128), math.ceil(columns / 128), generator=generator) * 0.1 + 0.01
+    blocks = math.ceil(rows / 128), math.ceil(columns / 128)
+    scale = (torch.rand(blocks, generator=generator) * 0.1 + 0.01).to(torch.bfloat16).float()  # exact products
     factor = scale.double().repeat_interleave(128, dim=0)[:rows].repeat_interleave(128, dim=1)[:, :columns]
     return Matrix({"weight": codes, "weight_scale_inv": scale}, codes.double() * factor)
 

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hybrid_pack
+from hybrid_pack.errors import DataError
 from tests.convert.support import pack as convert
 from tests.gpu.vllm_models import SHAPES, write_source
 from tests.integrations import checkpoint
@@ -139,6 +140,7 @@ LINEAR = {
     "nvfp4": ("ModelOptNvFp4LinearMethod", "DequantisedLinearMethod"),
     "fp8_row": ("DequantisedLinearMethod",),
     "fp8_tensor": ("DequantisedLinearMethod",),
+    "fp8_block": ("DequantisedLinearMethod",),  # the CPU has no kernel, which vLLM's method finds in create_weights
     "nvfp4_no_input": ("DequantisedLinearMethod",),
 }
 
@@ -162,9 +164,24 @@ def test_linear_layers_mean_what_is_stored(dialect: str, made: Callable[..., Mad
         assert torch.equal(whole, meanings[f"{at}.o_proj"].to(torch.bfloat16))
         for number, rank in enumerate(ranks):
             assert torch.equal(rank["experts"][layer], right(model, layer, number))
-    if dialect in ("fp8_row", "fp8_tensor", "nvfp4_no_input"):
+    if dialect in ("fp8_block", "fp8_row", "fp8_tensor", "nvfp4_no_input"):
         said = [line for line in ranks[0]["text"].splitlines() if "dequantised to BF16" in line]
         assert len(said) == 1, "said once"
+        assert ("since vLLM's method failed: " in said[0]) is (dialect == "fp8_block")
+
+
+@pytest.mark.parametrize(("part", "whole"), [(64, 256), (192, 384)])
+def test_columns_that_cut_a_block_are_refused(part: int, whole: int) -> None:
+    from hybrid_pack.integrations.vllm.base import BaseTensors, Stored
+    from hybrid_pack.integrations.vllm.dequantised import DequantisedLinearMethod
+
+    headers = {"o.weight": ("F8_E4M3", (200, whole)), "o.weight_scale_inv": ("F32", (2, -(-whole // 128)))}
+    stored = BaseTensors(headers).stored("o", {})
+    assert stored is not None
+    scale = {"weight_scale_inv": headers["o.weight_scale_inv"]}
+    method = DequantisedLinearMethod(Stored(stored.names, stored.form, {**scale, "weight": headers["o.weight"]}), "o")
+    with pytest.raises(DataError, match=rf"o: a rank's columns cut through a block .*found {part} of {whole} columns"):
+        method.create_weights(torch.nn.Module(), part, [200], whole, 200, torch.bfloat16, weight_loader=None)
 
 
 def test_expert_parallel_ranks_hold_their_block(made: Callable[..., Made], serve: Serve) -> None:

@@ -18,7 +18,7 @@ from hybrid_pack.formats.source import Header, SourceFormat, detect
 from hybrid_pack.integrations.vllm import experts, processes
 from hybrid_pack.integrations.vllm.advice import command_for
 from hybrid_pack.integrations.vllm.base import BaseTensors
-from hybrid_pack.integrations.vllm.dequantise import dequantise
+from hybrid_pack.integrations.vllm.dequantise import dequantise, rows_of_blocks
 from hybrid_pack.integrations.vllm.options import Options, misplaced, parse_options
 from hybrid_pack.integrations.vllm.prefixes import layer_of, stored_names
 from hybrid_pack.integrations.vllm.processes import METHOD, spawn_if_needed
@@ -295,6 +295,26 @@ def test_dequantised_is_what_is_meant(dialect: str, rows: list[int]) -> None:
         fields[name] = torch.stack(stacked) if tensor.dim() == 0 else torch.cat(stacked)
     found = dequantise(form_of(parts[0].fields), fields, rows, torch.bfloat16)
     assert torch.equal(found, torch.cat([part.meaning for part in parts]).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("rows", [[1], [128], [300], [64, 32, 2048], [200, 72]])
+@pytest.mark.parametrize("columns", [128, 320])
+@pytest.mark.parametrize("cut", [False, True])
+def test_blocks_of_scales_whose_parts_begin_anywhere(rows: list[int], columns: int, cut: bool) -> None:
+    generator = torch.Generator().manual_seed(len(rows))
+    parts = [checkpoint.matrix("fp8_block", n, columns, generator) for n in rows]
+    scales = [rows_of_blocks(part.fields["weight_scale_inv"], n) for part, n in zip(parts, rows, strict=True)]
+    kept = rows_of_blocks(parts[0].fields["weight_scale_inv"][:, None, :, None], rows[0])
+    assert torch.equal(kept, scales[0]), "ModelOpt keeps the blocks' own dimensions"
+    begins = [n // 3 if cut else 0 for n in rows]  # as a rank cuts each part
+    at = list(zip(parts, scales, begins, strict=True))
+    fields = {
+        "weight": torch.cat([part.fields["weight"][b:] for part, _, b in at]),
+        "weight_scale_inv": torch.cat([scale[b:] for _, scale, b in at]),
+    }
+    widths = [n - b for n, b in zip(rows, begins, strict=True)]
+    found = dequantise(form_of(parts[0].fields), fields, widths, torch.bfloat16)
+    assert torch.equal(found, torch.cat([part.meaning[b:] for part, _, b in at]).to(torch.bfloat16))
 
 
 def test_one_scale_for_matrices_stored_as_one() -> None:

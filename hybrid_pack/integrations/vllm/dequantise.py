@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hybrid_pack.formats import e2m1
-from hybrid_pack.formats.source import SourceFormat
+from hybrid_pack.formats.source import FP8_BLOCK, SourceFormat
 
 ROWS = 1024
 """Rows done at once, so that memory beyond the result is that of a few in float32."""
@@ -30,9 +30,10 @@ def dequantise(
     """A weight from its codes and scales.
 
     Args:
-        form: How it is stored: ``mxfp8``, ``fp8_row``, ``fp8_tensor``, ``nvfp4`` or ``mxfp4``.
-        fields: Codes [N, K] or [N, K/2], scales as ``formats.source`` says; one scale of a whole matrix, and NVFP4's
-            second ones, as f32 [len(widths)], one for each of the matrices that lie below each other.
+        form: How it is stored: ``mxfp8``, ``fp8_row``, ``fp8_tensor``, ``fp8_block``, ``nvfp4`` or ``mxfp4``.
+        fields: Codes [N, K] or [N, K/2], scales as ``formats.source`` says, but those of blocks one a row, as
+            ``rows_of_blocks`` gives them; one scale of a whole matrix, and NVFP4's second ones, as f32 [len(widths)],
+            one for each of the matrices that lie below each other.
         widths: Rows of each of these matrices.
         dtype: Of the result.
 
@@ -54,6 +55,20 @@ def dequantise(
     return out
 
 
+def rows_of_blocks(scales: torch.Tensor, rows: int | None = None) -> torch.Tensor:
+    """Scales of 128x128 blocks, repeated for every row of a block, so that rows can be cut and joined anywhere.
+
+    Args:
+        scales: [N/128, K/128], both rounded up; [N/128, 1, K/128, 1] where the blocks' own dimensions were kept.
+        rows: N; by default a whole number of blocks.
+
+    Returns:
+        f32 [N, K/128].
+    """
+    flat = scales[:, 0, :, 0] if scales.dim() == 4 else scales
+    return flat.to(torch.float32).repeat_interleave(FP8_BLOCK, dim=0)[:rows]
+
+
 def _values(form: SourceFormat, codes: torch.Tensor) -> torch.Tensor:
     """Codes as numbers, f32 [rows, K]."""
     if form.bits != 4:
@@ -66,6 +81,8 @@ def _values(form: SourceFormat, codes: torch.Tensor) -> torch.Tensor:
 def _scaled(form: SourceFormat, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     if form.name == "fp8_row":
         return values * scales.to(torch.float32).reshape(-1, 1)
+    if form.name == "fp8_block":
+        return values * scales.repeat_interleave(FP8_BLOCK, dim=1)[:, : values.shape[1]]
     if form.name in ("mxfp8", "mxfp4"):
         exponents = scales.view(torch.uint8).to(torch.float32) - form.scale_bias
         numbers = torch.exp2(exponents)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from vllm.model_executor.parameter import (
 )
 
 from hybrid_pack.errors import DataError
-from hybrid_pack.formats.source import Header
+from hybrid_pack.formats.source import FP8_BLOCK, Header
 from hybrid_pack.integrations.vllm.base import Stored
-from hybrid_pack.integrations.vllm.dequantise import TORCH_DTYPES, dequantise
+from hybrid_pack.integrations.vllm.dequantise import TORCH_DTYPES, dequantise, rows_of_blocks
 
-_READ = frozenset({"mxfp8", "fp8_tensor", "fp8_row", "nvfp4", "mxfp4"})
+_READ = frozenset({"mxfp8", "fp8_tensor", "fp8_row", "fp8_block", "nvfp4", "mxfp4"})
 
 
 @register_weight_loader_v2_supported_method
@@ -54,16 +55,19 @@ class DequantisedLinearMethod(UnquantizedLinearMethod):
         **extra_weight_attrs: Any,
     ) -> None:
         """Register a parameter for each tensor of the checkpoint."""
-        loader = extra_weight_attrs["weight_loader"]
+        # Of the loaders a layer has, the one for parameters such as these.
+        loader = getattr(layer, "weight_loader_v2", extra_weight_attrs["weight_loader"])
         rows = sum(output_partition_sizes)
+        columns = input_size_per_partition, input_size
+        only = output_size if len(output_partition_sizes) == 1 else None
         self._widths, self._dtype = list(output_partition_sizes), params_dtype
         for name, header in self.stored.fields.items():
             if name != "bias":  # which is the layer's own
-                parameter = self._parameter(name, header, rows, (input_size_per_partition, input_size), loader)
+                parameter = self._parameter(name, header, rows, columns, only, loader)
                 layer.register_parameter(name, parameter)
 
     def _parameter(
-        self, name: str, header: Header, rows: int, columns: tuple[int, int], loader: Any
+        self, name: str, header: Header, rows: int, columns: tuple[int, int], only: int | None, loader: Any
     ) -> BasevLLMParameter:
         """Room for a rank's part of a tensor.
 
@@ -72,11 +76,14 @@ class DequantisedLinearMethod(UnquantizedLinearMethod):
             header: Its dtype and shape in the checkpoint.
             rows: Of this rank.
             columns: K of this rank and of the whole matrix.
+            only: Rows of the whole matrix, if it is the only one of the layer.
             loader: vLLM's.
         """
         dtype, shape = header
         torch_dtype = TORCH_DTYPES[dtype]
         form = self.stored.form
+        if name == form.scale_field and form.name == "fp8_block":
+            return self._block_scales(rows, columns, only, loader)
         scale_of_rows = name == form.scale_field and form.name == "fp8_row"
         if scale_of_rows:
             data = torch.empty(rows, *shape[1:], dtype=torch_dtype)
@@ -99,6 +106,30 @@ class DequantisedLinearMethod(UnquantizedLinearMethod):
             )
         data = torch.full((len(self._widths),), float("nan"), dtype=torch.float32)
         return PerTensorScaleParameter(data=data, weight_loader=loader)
+
+    def _block_scales(self, rows: int, columns: tuple[int, int], only: int | None, loader: Any) -> BasevLLMParameter:
+        """Room for a scale of each row and 128 columns: parts of a fused layer need not begin where a block does.
+
+        Args:
+            rows: Of this rank.
+            columns: K of this rank and of the whole matrix.
+            only: Rows of the whole matrix, if it is the only one: a replicated one is copied as it is, not cut to size.
+            loader: vLLM's.
+        """
+        part, whole = columns
+        if part % FP8_BLOCK and part != whole:
+            raise DataError(
+                "a rank's columns cut through a block of scales", where=self.prefix,
+                expected=f"a multiple of {FP8_BLOCK}", found=f"{part} of {whole} columns",
+                hint="serve with fewer tensor-parallel ranks",
+            )  # fmt: skip
+
+        @wraps(loader)
+        def load(parameter: Any, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return loader(parameter, rows_of_blocks(loaded, only), *args, **kwargs)
+
+        data = torch.empty(rows, -(-part // FP8_BLOCK), dtype=torch.float32)
+        return ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=load)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Put the dequantised weight in the place of what was loaded."""

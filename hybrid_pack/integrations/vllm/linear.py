@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
@@ -83,12 +84,43 @@ def linear_method(config: HybridPackConfig, layer: Any, prefix: str, stored: Sto
                 reason = source.problem or f"the source's config gives {type(method).__name__}"
                 method = None if make is None else make()
             if method is not None:
-                _tell(f"run by vLLM's {type(method).__name__}", stored, prefix)
-                return method
+                return _falling_back(method, stored, prefix)
         except Exception as error:  # a GPU that lacks what a kernel needs, a config of another vLLM
-            reason = f"vLLM's method failed: {type(error).__name__}: {error}"
+            reason = _failure(error)
+    return _dequantised(stored, prefix, reason)
+
+
+def _dequantised(stored: Stored, prefix: str, reason: str) -> DequantisedLinearMethod:
     method = DequantisedLinearMethod(stored, prefix)
     _tell("dequantised to BF16 while loading", stored, prefix, f", since {' '.join(reason.split())}")
+    return method
+
+
+def _failure(error: Exception) -> str:
+    return f"vLLM's method failed: {type(error).__name__}: {error}"
+
+
+def _falling_back(method: Any, stored: Stored, prefix: str) -> Any:
+    """A method of vLLM's that gives its place to ours if it finds no kernel, which some look for in create_weights.
+
+    It keeps its class, by whose name vLLM chooses how the layer is loaded.
+    """
+    create = method.create_weights
+
+    def create_weights(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        before = dict(layer.named_parameters(recurse=False))
+        try:
+            create(layer, *args, **kwargs)
+            _tell(f"run by vLLM's {type(method).__name__}", stored, prefix)
+        except Exception as error:
+            for name in dict(layer.named_parameters(recurse=False)):
+                if name not in before:
+                    delattr(layer, name)
+            ours = _dequantised(stored, prefix, _failure(error))
+            layer.quant_method = ours
+            ours.create_weights(layer, *args, **kwargs)
+
+    method.create_weights = create_weights
     return method
 
 
