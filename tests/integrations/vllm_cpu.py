@@ -92,8 +92,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    get_quantization_config("hybrid_pack")  # brings all of vLLM's methods, so that only the plugin lacks what is taken
     for module, name in case.get("missing", []):
+        get_quantization_config("hybrid_pack")  # brings vLLM's methods, so that only the plugin lacks what is taken
         delattr(importlib.import_module(module), name)
     arguments: dict[str, Any] = {
         "model": case["model"], "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 256,
