@@ -545,7 +545,7 @@ def test_a_damaged_shard_stops_it_by_name(packs: dict[tuple[int, int], Pack], tm
     with pytest.raises(HybridPackError) as error:
         rank_experts(pack).take(pack.layers[0])
     assert str(error.value).startswith(f"rank 1, {shard}: the file is truncated (expected ")
-    assert str(error.value).endswith(f"; `hybrid-pack verify {root}` checks every byte")
+    assert str(error.value).endswith(f"; `hybrid-pack verify {root} --rank 1` checks every byte")
 
 
 def hints_of_the_runtime() -> list[str]:
@@ -563,7 +563,7 @@ def test_hints_name_nothing_that_only_the_library_has() -> None:
     hints = hints_of_the_runtime()
     assert len(hints) >= 6 and any("max_tokens" in hint for hint in hints)
     for hint in hints:
-        told = hint_for(hint, Path("/pack"))
+        told = hint_for(hint, Path("/pack"), 3)
         assert told is not None
         for word in (
             "max_tokens",

@@ -114,7 +114,7 @@ class RankExperts:
         self._log.info("hybrid_pack: %s%s", loaded.report, beyond)
 
     def _ready(self, weights: PackedMoELayer) -> HybridMoE:
-        with in_words(self.pack.root):
+        with in_words(self.pack.root, self.rank):
             moe = HybridMoE(weights, weights.geometry.top_k, self.max_tokens, self.options.backend)
         self._require_eager(moe.backend, moe.choices, f"layer {weights.layer} rank {self.rank}")
         text = f"backend {moe.backend} ({self._why(moe.backend, moe.choices)})"
