@@ -74,7 +74,9 @@ class Failed(Exception):
 def serve(plugins: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """Load a model in one process a rank; what each found, with its output under ``text``."""
 
-    def run(model: Path, tp: int = 1, missing: Sequence[Sequence[str]] = (), **engine: Any) -> list[dict[str, Any]]:
+    def run(
+        model: Path, tp: int = 1, missing: Sequence[Sequence[str]] = (), more: dict[str, Any] | None = None, **engine: Any
+    ) -> list[dict[str, Any]]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -82,6 +84,7 @@ def serve(plugins: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
         processes = []
         for rank in range(tp):
             case = {"model": str(model), "tp": tp, "rank": rank, "port": port, "engine": engine, "missing": missing}
+            case |= more or {}
             case["out"] = str(tmp_path / f"out-{rank}.pt")
             file = tmp_path / f"case-{rank}.json"
             file.write_text(json.dumps(case))
@@ -182,6 +185,15 @@ def test_columns_that_cut_a_block_are_refused(part: int, whole: int) -> None:
     method = DequantisedLinearMethod(Stored(stored.names, stored.form, {**scale, "weight": headers["o.weight"]}), "o")
     with pytest.raises(DataError, match=rf"o: a rank's columns cut through a block .*found {part} of {whole} columns"):
         method.create_weights(torch.nn.Module(), part, [200], whole, 200, torch.bfloat16, weight_loader=None)
+
+
+@pytest.mark.parametrize("dialect", ["mxfp8", "nvfp4_no_input"])
+def test_weights_that_are_loaded_again_mean_the_same(dialect: str, made: Callable[..., Made], serve: Serve) -> None:
+    (found,) = serve(made(dialect)[0], more={"reload": True}, additional_config=TORCH)
+    assert found["linear"] and found["linear"].keys() == found["again"]["linear"].keys()
+    for kind in ("linear", "experts"):
+        for name, before in found[kind].items():
+            assert torch.equal(found["again"][kind][name], before), name
 
 
 def test_expert_parallel_ranks_hold_their_block(made: Callable[..., Made], serve: Serve) -> None:

@@ -81,6 +81,18 @@ def look(model: torch.nn.Module) -> dict[str, Any]:
     return found
 
 
+def reload(model: torch.nn.Module, config: Any) -> None:
+    """Load the weights once more, as a worker's ``reload_weights`` does."""
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    loader = get_model_loader(config.load_config)
+    with torch.device("cpu"):
+        initialize_layerwise_reload(model)
+        model.load_weights(loader.get_all_weights(config.model_config, model))
+        finalize_layerwise_reload(model, config.model_config)
+
+
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """Load a model as a worker does."""
     pretend()
@@ -108,6 +120,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         initialize_model_parallel(size, 1, backend="gloo")
         model = get_model(vllm_config=config)
         found = look(model)
+        if case.get("reload"):
+            reload(model, config)
+            found["again"] = look(model)
     import vllm
 
     return {**found, "quantization": config.model_config.quantization, "vllm": vllm.__version__}

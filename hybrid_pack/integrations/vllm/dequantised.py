@@ -132,14 +132,17 @@ class DequantisedLinearMethod(UnquantizedLinearMethod):
         return ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=load)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Put the dequantised weight in the place of what was loaded."""
+        """Put the dequantised weight in the place of what was loaded.
+
+        vLLM loads weights again while it serves (``model_loader/reload``): it registers codes and scales anew and calls
+        this again. What tells a weight that is done is that its scale is gone.
+        """
         form = self.stored.form
-        if form.codes_field not in dict(layer.named_parameters(recurse=False)) or hasattr(layer, "_hybrid_pack_done"):
+        if form.scale_field not in dict(layer.named_parameters(recurse=False)):
             return
         fields = {name: getattr(layer, name).data for name in self.stored.fields if name != "bias"}
         weight = dequantise(form, fields, self._widths, self._dtype)
         for name in fields:
             delattr(layer, name)
         layer.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
-        layer._hybrid_pack_done = True  # type: ignore[assignment]
         super().process_weights_after_loading(layer)
