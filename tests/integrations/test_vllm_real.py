@@ -196,6 +196,27 @@ def test_weights_that_are_loaded_again_mean_the_same(dialect: str, made: Callabl
             assert torch.equal(found["again"][kind][name], before), name
 
 
+K_SCALE = "model.layers.1.self_attn.k_proj.weight_scale"
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        (f"{K_SCALE}_fp8", r"only part q, v of 3"),
+        ("model.layers.0.self_attn.o_proj.weight_scale_fp8", "nothing"),
+        ("model.layers.0.self_attn.o_proj.weight", "nothing"),
+    ],
+)
+def test_a_tensor_that_vllm_did_not_load_is_refused(
+    name: str, found: str, made: Callable[..., Made], serve: Serve
+) -> None:
+    with pytest.raises(Failed) as error:
+        serve(made("fp8_row")[0], more={"renamed": {name: None}}, additional_config=TORCH)
+    text = str(error.value)
+    assert "vLLM has not loaded a tensor of the base" in text and f"found {found}" in text, text[-3000:]
+    assert name in text
+
+
 def test_expert_parallel_ranks_hold_their_block(made: Callable[..., Made], serve: Serve) -> None:
     model, _ = made("bf16", 1, 2)
     ranks = serve(model, 2, enable_expert_parallel=True, additional_config=TORCH)

@@ -81,6 +81,20 @@ def look(model: torch.nn.Module) -> dict[str, Any]:
     return found
 
 
+def rename(renamed: dict[str, str | None]) -> None:
+    """Have models see tensors under other names, or not at all, as a model's own ``load_weights`` may."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    read = DefaultModelLoader.get_all_weights
+
+    def weights(self: Any, *args: Any) -> Any:
+        for name, tensor in read(self, *args):
+            if (found := renamed.get(name, name)) is not None:
+                yield found, tensor
+
+    DefaultModelLoader.get_all_weights = weights
+
+
 def reload(model: torch.nn.Module, config: Any) -> None:
     """Load the weights once more, as a worker's ``reload_weights`` does."""
     from vllm.model_executor.model_loader import get_model_loader
@@ -104,6 +118,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
+    rename(case.get("renamed", {}))
     for module, name in case.get("missing", []):
         get_quantization_config("hybrid_pack")  # brings vLLM's methods, so that only the plugin lacks what is taken
         delattr(importlib.import_module(module), name)

@@ -6,6 +6,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_weight_loader_v2_supported_method
 from vllm.model_executor.parameter import (
     BasevLLMParameter,
@@ -16,9 +17,12 @@ from vllm.model_executor.parameter import (
 
 from hybrid_pack.errors import DataError
 from hybrid_pack.formats.source import FP8_BLOCK, Header
+from hybrid_pack.integrations.vllm.arrivals import forget, loaded, noting, require_loaded
 from hybrid_pack.integrations.vllm.base import Stored
 from hybrid_pack.integrations.vllm.dequantise import TORCH_DTYPES, dequantise, rows_of_blocks
 
+_ALIASES = {"weight_scale_inv": "weight_scale"}
+"""What vLLM's models call a field (MiniMax-M3's loader renames it), besides its name in the checkpoint."""
 _READ = frozenset({"mxfp8", "fp8_tensor", "fp8_row", "fp8_block", "nvfp4", "mxfp4"})
 
 
@@ -65,6 +69,10 @@ class DequantisedLinearMethod(UnquantizedLinearMethod):
             if name != "bias":  # which is the layer's own
                 parameter = self._parameter(name, header, rows, columns, only, loader)
                 layer.register_parameter(name, parameter)
+                if (alias := _ALIASES.get(name)) is not None:
+                    other = self._parameter(name, header, rows, columns, only, loader)
+                    other.data = parameter.data  # one of the two will be loaded
+                    layer.register_parameter(alias, other)
 
     def _parameter(
         self, name: str, header: Header, rows: int, columns: tuple[int, int], only: int | None, loader: Any
@@ -79,6 +87,8 @@ class DequantisedLinearMethod(UnquantizedLinearMethod):
             only: Rows of the whole matrix, if it is the only one of the layer.
             loader: vLLM's.
         """
+        if get_current_vllm_config().load_config.load_format != "dummy":
+            loader = noting(loader)
         dtype, shape = header
         torch_dtype = TORCH_DTYPES[dtype]
         form = self.stored.form
@@ -140,9 +150,18 @@ class DequantisedLinearMethod(UnquantizedLinearMethod):
         form = self.stored.form
         if form.scale_field not in dict(layer.named_parameters(recurse=False)):
             return
-        fields = {name: getattr(layer, name).data for name in self.stored.fields if name != "bias"}
-        weight = dequantise(form, fields, self._widths, self._dtype)
-        for name in fields:
-            delattr(layer, name)
+        parts = len(self._widths)
+        parameters = {name: getattr(layer, name) for name in self.stored.fields if name != "bias"}
+        for name, alias in _ALIASES.items():
+            if name in parameters and loaded(parameters[name], parts) is False and loaded(getattr(layer, alias), parts):
+                parameters[name] = getattr(layer, alias)
+        needed = (form.codes_field, form.scale_field, form.second_field)
+        wanted = {name: parameter for name, parameter in parameters.items() if name in needed}
+        require_loaded(wanted, parts, self.prefix, self.stored.names)
+        weight = dequantise(form, {name: p.data for name, p in parameters.items()}, self._widths, self._dtype)
+        for name in (*self.stored.fields, *(_ALIASES[name] for name in parameters if name in _ALIASES)):
+            if name != "bias":
+                forget(getattr(layer, name))
+                delattr(layer, name)
         layer.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
         super().process_weights_after_loading(layer)
