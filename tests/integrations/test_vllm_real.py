@@ -75,7 +75,11 @@ def serve(plugins: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """Load a model in one process a rank; what each found, with its output under ``text``."""
 
     def run(
-        model: Path, tp: int = 1, missing: Sequence[Sequence[str]] = (), more: dict[str, Any] | None = None, **engine: Any
+        model: Path,
+        tp: int = 1,
+        missing: Sequence[Sequence[str]] = (),
+        more: dict[str, Any] | None = None,
+        **engine: Any,
     ) -> list[dict[str, Any]]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
