@@ -151,6 +151,7 @@ def test_the_sources_method(source: dict[str, Any], name: str | None) -> None:
 def test_exclude_lists_of_every_name() -> None:
     nested = {"ignore": ["a"], "quantization": {"exclude_modules": ["b", 3], "ignored_layers": None}}
     assert excludes(nested) == ("a", "b")
+    assert excludes({"ignore": "lm_head"}) == ("lm_head",)
 
 
 PLAIN: Header = ("BF16", (64, 64))
@@ -412,6 +413,45 @@ def test_what_does_not_fit_is_refused(
     pack = packs[2, 1]
     with pytest.raises(UsageError, match=message):
         require(good(pack, **changes), pack.manifest, pack.root)
+
+
+SILU, SWIGLU = "silu(limit=10.0)", "swigluoai(alpha=1.702, limit=7.0)"
+PACKED_OAI = "swigluoai_uninterleave"
+
+
+@pytest.mark.parametrize(
+    ("pack", "activation", "numbers", "fits"),
+    [
+        ("silu", "silu", {}, True),
+        ("silu", "silu", {"limit": 0.0, "alpha": 1.0, "beta": 0.0}, True),
+        ("silu", "silu", {"alpha": 1.702}, False),
+        ("silu", "silu", {"beta": 1.0}, False),
+        (SILU, "silu", {"limit": 10.0}, True),
+        (SILU, "silu", {}, False),
+        (SWIGLU, PACKED_OAI, {"limit": 7.0, "alpha": 1.702, "beta": 1.0}, True),
+        (SWIGLU, PACKED_OAI, {"limit": 7.0, "alpha": 1.702}, True),
+        (SWIGLU, PACKED_OAI, {"limit": 5.0, "alpha": 1.702}, False),
+        (SWIGLU, PACKED_OAI, {"limit": 7.0, "alpha": 1.5}, False),
+        (SWIGLU, PACKED_OAI, {"limit": 7.0, "alpha": 1.702, "beta": 0.0}, False),
+        (SWIGLU, PACKED_OAI, {}, False),
+        (SWIGLU, "swigluoai", {}, True),
+        (SWIGLU, "swigluoai", {"limit": 5.0}, False),
+        ("swigluoai(alpha=1.5, limit=7.0)", "swigluoai", {}, False),
+        ("relu2", "relu2_no_mul", {}, True),
+    ],
+)  # fmt: skip
+def test_the_numbers_of_an_activation_are_compared(
+    pack: str, activation: str, numbers: dict[str, float], fits: bool, packs: dict[tuple[int, int], Pack]
+) -> None:
+    made = packs[2, 1]
+    manifest = made.manifest.model_copy(update={"layout": made.manifest.layout.model_copy(update={"activation": pack})})
+    request = good(made, activation=activation, **numbers)
+    if fits:
+        require(request, manifest, made.root)
+        return
+    with pytest.raises(UsageError, match=r"activation of model.layers.3.mlp.experts is not the pack's") as error:
+        require(request, manifest, made.root)
+    assert all(f"{key}={value}" in str(error.value) for key, value in numbers.items())
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(4, 1), (1, 4), (2, 1)])

@@ -148,6 +148,8 @@ def request_of(layer: Any, number: int, prefix: str, engine: Engine) -> Request:
         top_k=moe.experts_per_token,
         activation=str(moe.activation.value),
         limit=layer.swiglu_limit,
+        alpha=getattr(layer, "swiglu_alpha", None),  # since vLLM 0.25
+        beta=getattr(layer, "swiglu_beta", None),
         dtype=str(moe.in_dtype).removeprefix("torch."),
         expert_map=None if expert_map is None else tuple(expert_map.tolist()),
         refused=(*engine.refused, *(name for name, on in refused.items() if on)),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hybrid_pack.errors import UsageError
 from hybrid_pack.integrations.vllm.advice import command_for
-from hybrid_pack.runtime.activation import GatedSilu, Relu2, SwigluOai, parse_activation
+from hybrid_pack.runtime.activation import Activation, GatedSilu, Relu2, SwigluOai, parse_activation
 from hybrid_pack.schemas.manifest import Manifest
 from hybrid_pack.sharding import Topology
 
@@ -17,6 +17,8 @@ _NAMES: dict[type, tuple[str, ...]] = {
     Relu2: ("relu2_no_mul",),
 }
 """vLLM's ``MoEActivation`` for ours."""
+_GPT_OSS = SwigluOai(alpha=1.702, limit=7.0)
+"""Defaults of vLLM's ``swigluoai_and_mul``."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Request:
         top_k: Experts a token visits.
         activation: vLLM's name of it.
         limit: Clamp of the activation, if any.
+        alpha: Its steepness, if it was given one.
+        beta: What is added to up, if it was given.
         dtype: Of the activations, such as ``bfloat16``.
         expert_map: Local index of every global expert, -1 for those of other ranks; None without expert parallelism.
         refused: Features that are on and that packs cannot be served with, in words.
@@ -58,6 +62,8 @@ class Request:
     dtype: str
     expert_map: tuple[int, ...] | None
     refused: tuple[str, ...] = ()
+    alpha: float | None = None
+    beta: float | None = None
 
     @property
     def rank(self) -> int:
@@ -122,11 +128,24 @@ def _require_model(request: Request, manifest: Manifest, root: Path) -> None:
     activation = parse_activation(name)
     if activation is None:
         raise UsageError("no backend runs this activation", where=root, found=name)
-    limit = getattr(activation, "limit", None)
-    same_limit = not isinstance(activation, GatedSilu) or request.limit in (limit, limit or 0.0)
-    if request.activation not in _NAMES[type(activation)] or not same_limit:
-        found = request.activation if request.limit is None else f"{request.activation}(limit={request.limit})"
+    if request.activation not in _NAMES[type(activation)] or not _same_numbers(request, activation):
+        given = {"alpha": request.alpha, "beta": request.beta, "limit": request.limit}
+        numbers = ", ".join(f"{key}={value}" for key, value in given.items() if value is not None)
+        found = f"{request.activation}({numbers})" if numbers else request.activation
         raise UsageError(f"activation of {request.prefix} is not the pack's", where=root, expected=name, found=found)
+
+
+def _same_numbers(request: Request, activation: Activation) -> bool:
+    """Whether vLLM's clamp, steepness and shift are the activation's; what it leaves out is as its kernels have it."""
+    if isinstance(activation, GatedSilu):
+        same = request.limit in (activation.limit, activation.limit or 0.0)
+        return same and request.alpha in (None, 1.0) and request.beta in (None, 0.0)
+    if isinstance(activation, SwigluOai):
+        fixed = request.activation == "swigluoai"  # whose kernel has gpt-oss's numbers and takes no others
+        limit = _GPT_OSS.limit if fixed and request.limit is None else request.limit
+        alpha = _GPT_OSS.alpha if fixed and request.alpha is None else request.alpha
+        return (alpha, limit) == (activation.alpha, activation.limit) and request.beta in (None, 1.0)
+    return True
 
 
 def _require_block(request: Request, made: Topology) -> None:
