@@ -36,7 +36,8 @@ def excludes(source: Mapping[str, Any]) -> tuple[str, ...]:
     for place in (source, nested if isinstance(nested, Mapping) else {}):
         for key in ("ignore", "exclude_modules", "ignored_layers", "modules_to_not_convert"):
             value = place.get(key)
-            found += [item for item in value if isinstance(item, str)] if isinstance(value, Sequence) else []
+            items = [value] if isinstance(value, str) else value if isinstance(value, Sequence) else []
+            found += [item for item in items if isinstance(item, str)]
     return tuple(dict.fromkeys(found))
 
 
