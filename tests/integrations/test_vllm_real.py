@@ -200,6 +200,17 @@ def test_weights_that_are_loaded_again_mean_the_same(dialect: str, made: Callabl
             assert torch.equal(found["again"][kind][name], before), name
 
 
+DRAFTED = "model.layers.0.transformer_layer.block_sparse_moe.experts"
+
+
+def test_a_draft_is_not_given_layers_of_the_decoder(made: Callable[..., Made], serve: Serve) -> None:
+    with pytest.raises(Failed) as error:
+        serve(made()[0], more={"draft": DRAFTED}, additional_config=TORCH)
+    text = str(error.value)
+    assert f"{DRAFTED}: a draft" in text, text[-3000:]
+    assert "a draft model asks for experts by the number of a decoder layer (expected layer 2 or one after it" in text
+
+
 K_SCALE = "model.layers.1.self_attn.k_proj.weight_scale"
 
 

@@ -19,6 +19,7 @@ from hybrid_pack.integrations.vllm import experts, processes
 from hybrid_pack.integrations.vllm.advice import command_for
 from hybrid_pack.integrations.vllm.base import BaseTensors
 from hybrid_pack.integrations.vllm.dequantise import dequantise, rows_of_blocks
+from hybrid_pack.integrations.vllm.drafts import Decoder, is_draft
 from hybrid_pack.integrations.vllm.options import Options, misplaced, parse_options
 from hybrid_pack.integrations.vllm.prefixes import layer_of, stored_names
 from hybrid_pack.integrations.vllm.processes import METHOD, spawn_if_needed
@@ -121,6 +122,36 @@ def test_keys_that_look_like_ours_are_told(key: Any, said: str | None) -> None:
 )
 def test_layer_numbers(prefix: str, layer: int | None) -> None:
     assert layer_of(prefix) == layer
+
+
+@pytest.mark.parametrize(
+    ("number", "prefix", "draft", "message"),
+    [
+        (0, "model.layers.0.transformer_layer.block_sparse_moe.experts", True, "number of a decoder layer"),
+        (59, "draft.model.layers.59.mlp.experts", True, "expected layer 60 or one after it, found layer 59"),
+        (60, "model.layers.60.mtp_block.mlp.experts", True, None),
+        (3, "model.layers.3.mlp.experts", False, None),
+        (3, "model.layers.3.transformer_layer.mlp.experts", False, "two modules ask for the experts of one layer"),
+    ],
+)
+def test_drafts_have_layers_of_their_own(number: int, prefix: str, draft: bool, message: str | None) -> None:
+    decoder = Decoder(60)
+    decoder.require_own(3, "model.layers.3.mlp.experts", False)
+    if message is None:
+        decoder.require_own(number, prefix, draft)
+        return
+    with pytest.raises(DataError, match=message):
+        decoder.require_own(number, prefix, draft)
+
+
+def test_a_draft_with_a_folder_of_its_own_has_decoder_layers() -> None:
+    Decoder(None).require_own(0, "draft_model.model.layers.0.mlp.experts", True)
+
+
+def test_tags_of_drafts() -> None:
+    drafts = ("eagle_head", "dspark_head", "dflash_head", "medusa_head", "draft_model")
+    assert all(map(is_draft, drafts))
+    assert not any(map(is_draft, ("backbone", "self_decoder", "cross_decoder")))
 
 
 def test_parts_of_fused_modules() -> None:

@@ -135,6 +135,12 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         initialize_model_parallel(size, 1, backend="gloo")
         model = get_model(vllm_config=config)
         found = look(model)
+        if case.get("draft"):
+            from vllm.compilation.backends import set_model_tag
+
+            experts = next(m for m in model.modules() if type(m).__name__ == "RoutedExperts")
+            with set_model_tag("eagle_head"):
+                config.quant_config.get_quant_method(experts, case["draft"])
         if case.get("reload"):
             reload(model, config)
             found["again"] = look(model)

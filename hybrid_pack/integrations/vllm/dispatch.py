@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import __version__ as vllm_version
+from vllm.compilation import backends
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from hybrid_pack.errors import DataError
+from hybrid_pack.integrations.vllm.drafts import is_draft
 from hybrid_pack.integrations.vllm.linear import linear_method
 from hybrid_pack.integrations.vllm.moe_method import HybridMoEMethod, request_of
 from hybrid_pack.integrations.vllm.prefixes import layer_of, stored_names
@@ -41,6 +43,8 @@ def _experts(config: HybridPackConfig, layer: Any, prefix: str) -> Any:
     if number is not None and number in session.pack.layers:
         with known_names(str(vllm_version)):
             request = request_of(layer, number, prefix, session.engine)
+            draft = is_draft(backends.model_tag)
+        session.decoder.require_own(number, prefix, draft)
         require(request, session.pack.manifest, session.folder.root)
         session.base.require_built(prefix)
         return HybridMoEMethod(layer.moe_config, session, request)

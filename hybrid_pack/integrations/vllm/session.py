@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 
 from hybrid_pack.errors import UsageError
 from hybrid_pack.integrations.vllm.base import BaseTensors
+from hybrid_pack.integrations.vllm.drafts import Decoder
 from hybrid_pack.integrations.vllm.experts import RankExperts
 from hybrid_pack.integrations.vllm.folder import Folder
 from hybrid_pack.integrations.vllm.options import Options, misplaced, parse_options
@@ -75,12 +76,16 @@ class Session:
         source: vLLM's own config for the source's format.
         engine: The engine's settings.
         options: The user's.
+        decoder: The layers of the model itself.
     """
 
-    def __init__(self, folder: Folder, source: Source, engine: Engine, options: Options) -> None:
+    def __init__(
+        self, folder: Folder, source: Source, engine: Engine, options: Options, layers: int | None = None
+    ) -> None:
         self.folder, self.source, self.engine, self.options = folder, source, engine, options
         self.pack: Pack = open_pack(folder.root)
         self.base = BaseTensors.read(folder.base())
+        self.decoder = Decoder(layers)
         self._experts: RankExperts | None = None
         self._fetched: set[int] = set()
 
@@ -97,7 +102,10 @@ class Session:
             logger.warning("hybrid_pack: %s", text)
         revision = getattr(model, "revision", None) if getattr(model, "model", None) == name else None
         folder = Folder.find(name, revision, vllm_config.load_config.download_dir)
-        return cls(folder, Source(config.source), Engine.of(vllm_config), options)
+        target = getattr(vllm_config.speculative_config, "target_model_config", None) or model
+        own = getattr(target, "model", None) == name
+        layers = getattr(getattr(target, "hf_text_config", None), "num_hidden_layers", None) if own else None
+        return cls(folder, Source(config.source), Engine.of(vllm_config), options, layers)
 
     def experts(self, rank: int) -> RankExperts:
         """The experts of this process's rank; ``fetch`` brings their files."""
