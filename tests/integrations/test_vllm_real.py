@@ -174,7 +174,7 @@ def test_linear_layers_mean_what_is_stored(dialect: str, made: Callable[..., Mad
     if dialect in ("fp8_block", "fp8_row", "fp8_tensor", "nvfp4_no_input"):
         said = [line for line in ranks[0]["text"].splitlines() if "dequantised to BF16" in line]
         assert len(said) == 1, "said once"
-        assert ("since vLLM's method failed: " in said[0]) is (dialect == "fp8_block")
+        assert ("since vLLM's Fp8LinearMethod failed: " in said[0]) is (dialect == "fp8_block")
 
 
 @pytest.mark.parametrize(("part", "whole"), [(64, 256), (192, 384)])
@@ -198,6 +198,31 @@ def test_weights_that_are_loaded_again_mean_the_same(dialect: str, made: Callabl
     for kind in ("linear", "experts"):
         for name, before in found[kind].items():
             assert torch.equal(found["again"][kind][name], before), name
+
+
+def compressed(model: Path, folder: Path) -> Path:
+    """A pack as if its source were of compressed-tensors: FP8, one scale a matrix and one of its input."""
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": scheme, "input_activations": scheme, "output_activations": None}
+    source = {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+        "ignore": ["lm_head"], "config_groups": {"group_0": group},
+    }  # fmt: skip
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["source_quantization_config"] |= source
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_method_of_vllms_needs_all_it_registers(made: Callable[..., Made], serve: Serve, tmp_path: Path) -> None:
+    model, meanings = made("fp8_tensor")
+    (found,) = serve(compressed(model, tmp_path / "pack"), additional_config=TORCH)
+    name = "model.layers.0.self_attn.o_proj"
+    assert found["methods"][name] == "DequantisedLinearMethod"
+    assert torch.equal(found["linear"][name], meanings[name].to(torch.bfloat16))
+    why = "since vLLM's CompressedTensorsLinearMethod needs input_scale, which not all of its parts have"
+    assert why in found["text"]
 
 
 DRAFTED = "model.layers.0.transformer_layer.block_sparse_moe.experts"

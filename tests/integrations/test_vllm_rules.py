@@ -210,6 +210,19 @@ def test_a_fused_module_is_stored_as_its_parts() -> None:
     assert base().stored("model.layers.1.self_attn.qkv_proj", {}) is None
 
 
+def test_what_any_part_has_and_what_all_have() -> None:
+    at = "model__layers__0__self_attn__"
+    scales = {f"{at}{part}_proj__weight": FP8 for part in "qkv"} | {
+        f"{at}{part}_proj__weight_scale": ("F32", ()) for part in "qkv"
+    }
+    for part in "qkv":
+        lacking = base(**scales, **{f"{at}{part}_proj__input_scale": ("F32", ()), f"{at}k_proj__k_scale": ("F32", ())})
+        stored = lacking.stored("model.layers.0.self_attn.qkv_proj", {})
+        assert stored is not None
+        assert stored.fields.keys() == {"weight", "weight_scale", "input_scale"}
+        assert stored.every == {"weight", "weight_scale"}
+
+
 def test_names_follow_the_models_renaming_once() -> None:
     tensors, mappers = base(), [Renaming()]
     tensors.rename(mappers)

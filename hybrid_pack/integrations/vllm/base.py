@@ -18,6 +18,7 @@ from hybrid_pack.io.shards import read_shards
 
 PLAIN = frozenset({"bf16", "f16", "f32"})
 _CODES = ("weight", "weight_packed", "blocks")
+_OF_THE_CACHE = frozenset({"k_scale", "v_scale", "q_scale", "kv_scale", "output_scale", "prob_scale"})
 _FP8_INDEXER = ".indexer.wk"
 
 
@@ -28,12 +29,15 @@ class Stored:
     Attributes:
         names: Modules of the checkpoint, several where vLLM fuses them.
         form: Their format.
-        fields: Headers of the first one's tensors by field, such as ``weight_scale``.
+        fields: Headers of their tensors by field, such as ``weight_scale``: what any of them has, as the first that has
+            it. Scales of the KV cache, which some store beside the matrices, are not the layer's.
+        every: The fields that all of them have.
     """
 
     names: tuple[str, ...]
     form: SourceFormat
     fields: Mapping[str, Header]
+    every: frozenset[str]
 
     @property
     def plain(self) -> bool:
@@ -88,7 +92,11 @@ class BaseTensors:
         if len({(form.name, form.codes_field, form.scale_field) for form in forms.values()}) > 1:
             found = ", ".join(f"{name} is {form.name}" for name, form in forms.items())
             raise DataError("stored in different ways, and vLLM fuses them into one", where=prefix, found=found)
-        return Stored(tuple(names), forms[names[0]], self._modules[names[0]])
+        parts = [
+            {key: header for key, header in self._modules[name].items() if key not in _OF_THE_CACHE} for name in names
+        ]
+        merged = {key: header for part in reversed(parts) for key, header in part.items()}
+        return Stored(tuple(names), forms[names[0]], merged, frozenset.intersection(*map(frozenset, parts)))
 
     def require_built(self, prefix: str) -> None:
         """``require_claimed`` for what is complete when vLLM makes a certain module, before weights are loaded.

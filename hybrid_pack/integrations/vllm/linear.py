@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from hybrid_pack.integrations.vllm.config import HybridPackConfig
 
 logger = init_logger("vllm.hybrid_pack")
-_told: set[tuple[str, str]] = set()
+_told: set[tuple[str, str, str]] = set()
+MXFP8_LEAST = 128
+"""Rows and columns that vLLM's kernels for Blackwell assert (``kernels/linear/mxfp8/flashinfer.py``)."""
+_READ_BY_ATTENTION = "kv_b_proj"
+"""MLA converts its input to the dtype of this layer's weight, which is int32 where a kernel packs it."""
 
 
 def _mxfp8() -> Any:
@@ -41,12 +45,12 @@ def _fp8_block() -> Any:
 def _candidates(stored: Stored) -> tuple[frozenset[str], Callable[[], Any] | None]:
     """(names of vLLM's methods that read these tensors, how to make one where the source's config gives none).
 
-    A method that expects a tensor the checkpoint lacks would run with what its memory happened to hold, so the fields
-    and shapes must be just those a method registers.
+    Shapes and dtypes must be just those a method registers, or they would be converted. Whether it registers just the
+    fields that are stored is known once it has made them: see ``_guarded``.
     """
     form, fields = stored.form, stored.fields
     scale = fields[form.scale_field] if form.scale_field else ("", ())
-    has_input = "input_scale" in fields
+    has_input = "input_scale" in stored.every
     if form.codes_field == "weight_packed":
         return frozenset({"CompressedTensorsLinearMethod"}), None
     match form.name, form.scale_field:
@@ -74,6 +78,8 @@ def linear_method(config: HybridPackConfig, layer: Any, prefix: str, stored: Sto
     """
     if stored.plain:
         return UnquantizedLinearMethod()
+    if prefix.rpartition(".")[2] == _READ_BY_ATTENTION:
+        return _dequantised(stored, prefix, "vLLM's attention reads its weight")
     names, make = _candidates(stored)
     reason = f"vLLM has no method for {stored.form.name} stored as {', '.join(sorted(stored.fields))}"
     if names:
@@ -84,9 +90,9 @@ def linear_method(config: HybridPackConfig, layer: Any, prefix: str, stored: Sto
                 reason = source.problem or f"the source's config gives {type(method).__name__}"
                 method = None if make is None else make()
             if method is not None:
-                return _falling_back(method, stored, prefix)
+                return _guarded(method, stored, prefix)
         except Exception as error:  # a GPU that lacks what a kernel needs, a config of another vLLM
-            reason = _failure(error)
+            reason = f"vLLM's method failed: {type(error).__name__}: {error}"
     return _dequantised(stored, prefix, reason)
 
 
@@ -96,36 +102,64 @@ def _dequantised(stored: Stored, prefix: str, reason: str) -> DequantisedLinearM
     return method
 
 
-def _failure(error: Exception) -> str:
-    return f"vLLM's method failed: {type(error).__name__}: {error}"
+def _unlike(registered: set[str], stored: Stored) -> str | None:
+    """How what a method has registered differs from what is stored; None where it is the same.
+
+    A parameter that one of the parts lacks would hold what its memory happened to hold.
+    """
+    lacking = sorted(registered - stored.every - {"bias"})
+    unread = sorted(set(stored.fields) - registered - {"bias"})
+    if lacking:
+        return f"needs {', '.join(lacking)}, which not all of its parts have"
+    return f"does not read {', '.join(unread)}" if unread else None
 
 
-def _falling_back(method: Any, stored: Stored, prefix: str) -> Any:
-    """A method of vLLM's that gives its place to ours if it finds no kernel, which some look for in create_weights.
+def _too_small(method: Any, rows: int, columns: int) -> str | None:
+    """Why a kernel that is chosen later cannot run a layer of this size; None where it can."""
+    if "MxFp8" not in type(method).__name__ or min(rows, columns) >= MXFP8_LEAST:
+        return None
+    return f"needs {MXFP8_LEAST} rows and columns a rank on Blackwell: {rows} and {columns}"
 
-    It keeps its class, by whose name vLLM chooses how the layer is loaded.
+
+def _guarded(method: Any, stored: Stored, prefix: str) -> Any:
+    """A method of vLLM's that gives its place to ours where ``create_weights`` shows that it cannot run the layer.
+
+    Some look for a kernel only there, and what it registers need not be what is stored. It keeps its class, by whose
+    name vLLM chooses how the layer is loaded.
     """
     create = method.create_weights
 
-    def create_weights(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        before = dict(layer.named_parameters(recurse=False))
+    def create_weights(
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        sizes = input_size_per_partition, output_partition_sizes
+        before = set(dict(layer.named_parameters(recurse=False)))
+        reason = _too_small(method, sum(output_partition_sizes), input_size_per_partition)
         try:
-            create(layer, *args, **kwargs)
-            _tell(f"run by vLLM's {type(method).__name__}", stored, prefix)
+            if reason is None:
+                create(layer, *sizes, *args, **kwargs)
+                reason = _unlike(set(dict(layer.named_parameters(recurse=False))) - before, stored)
         except Exception as error:
-            for name in dict(layer.named_parameters(recurse=False)):
-                if name not in before:
-                    delattr(layer, name)
-            ours = _dequantised(stored, prefix, _failure(error))
-            layer.quant_method = ours
-            ours.create_weights(layer, *args, **kwargs)
+            reason = f"failed: {type(error).__name__}: {error}"
+        if reason is None:
+            _tell(f"run by vLLM's {type(method).__name__}", stored, prefix)
+            return
+        for name in set(dict(layer.named_parameters(recurse=False))) - before:
+            delattr(layer, name)
+        layer.quant_method = _dequantised(stored, prefix, f"vLLM's {type(method).__name__} {reason}")
+        layer.quant_method.create_weights(layer, *sizes, *args, **kwargs)
 
     method.create_weights = create_weights
     return method
 
 
 def _tell(how: str, stored: Stored, prefix: str, why: str = "") -> None:
-    """One line for each format and way."""
-    if (how, stored.form.name) not in _told:
-        _told.add((how, stored.form.name))
+    """One line for each format, way and reason."""
+    key = how, stored.form.name, why.partition(":")[0]  # without what differs from layer to layer
+    if key not in _told:
+        _told.add(key)
         logger.info("hybrid_pack: base layers stored as %s (from %s on) are %s%s", stored.form.name, prefix, how, why)
