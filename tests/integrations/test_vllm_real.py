@@ -206,7 +206,7 @@ def compressed(model: Path, folder: Path) -> Path:
     group = {"targets": ["Linear"], "weights": scheme, "input_activations": scheme, "output_activations": None}
     source = {
         "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
-        "ignore": ["lm_head"], "config_groups": {"group_0": group},
+        "ignore": ["lm_head"], "config_groups": {"group_0": group}, "kv_cache_scheme": scheme,
     }  # fmt: skip
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -223,6 +223,7 @@ def test_a_method_of_vllms_needs_all_it_registers(made: Callable[..., Made], ser
     assert torch.equal(found["linear"][name], meanings[name].to(torch.bfloat16))
     why = "since vLLM's CompressedTensorsLinearMethod needs input_scale, which not all of its parts have"
     assert why in found["text"]
+    assert "the source keeps its KV cache in FP8; --kv-cache-dtype fp8 does so here" in found["text"]
 
 
 DRAFTED = "model.layers.0.transformer_layer.block_sparse_moe.experts"

@@ -24,7 +24,7 @@ from hybrid_pack.integrations.vllm.options import Options, misplaced, parse_opti
 from hybrid_pack.integrations.vllm.prefixes import layer_of, stored_names
 from hybrid_pack.integrations.vllm.processes import METHOD, spawn_if_needed
 from hybrid_pack.integrations.vllm.request import Request, require
-from hybrid_pack.integrations.vllm.source import excludes, method_name
+from hybrid_pack.integrations.vllm.source import excludes, fp8_kv_cache, method_name
 from hybrid_pack.integrations.vllm.versions import known_names, why_not_version
 from hybrid_pack.integrations.vllm.words import hint_for
 from hybrid_pack.runtime import backends
@@ -183,6 +183,22 @@ def test_exclude_lists_of_every_name() -> None:
     nested = {"ignore": ["a"], "quantization": {"exclude_modules": ["b", 3], "ignored_layers": None}}
     assert excludes(nested) == ("a", "b")
     assert excludes({"ignore": "lm_head"}) == ("lm_head",)
+
+
+@pytest.mark.parametrize(
+    ("source", "fp8"),
+    [
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}, True),
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "int"}}, False),
+        ({"kv_cache_scheme": None}, False),
+        ({"kv_cache_quant_algo": "FP8"}, True),
+        ({"quantization": {"kv_cache_quant_algo": "fp8"}}, True),
+        ({"kv_cache_quant_algo": "NVFP4", "quantization": None}, False),
+        ({}, False),
+    ],
+)
+def test_the_sources_kv_cache(source: dict[str, Any], fp8: bool) -> None:
+    assert fp8_kv_cache(source) is fp8
 
 
 PLAIN: Header = ("BF16", (64, 64))

@@ -15,7 +15,7 @@ from hybrid_pack.integrations.vllm.drafts import Decoder
 from hybrid_pack.integrations.vllm.experts import RankExperts
 from hybrid_pack.integrations.vllm.folder import Folder
 from hybrid_pack.integrations.vllm.options import Options, misplaced, parse_options
-from hybrid_pack.integrations.vllm.source import Source
+from hybrid_pack.integrations.vllm.source import Source, fp8_kv_cache
 from hybrid_pack.runtime.pack import Pack, open_pack
 
 if TYPE_CHECKING:
@@ -100,6 +100,8 @@ class Session:
         options = parse_options(vllm_config.additional_config)
         for text in misplaced(vllm_config.additional_config):
             logger.warning("hybrid_pack: %s", text)
+        if fp8_kv_cache(config.source) and vllm_config.cache_config.cache_dtype == "auto":
+            logger.info("hybrid_pack: the source keeps its KV cache in FP8; --kv-cache-dtype fp8 does so here")
         revision = getattr(model, "revision", None) if getattr(model, "model", None) == name else None
         folder = Folder.find(name, revision, vllm_config.load_config.download_dir)
         target = getattr(vllm_config.speculative_config, "target_model_config", None) or model

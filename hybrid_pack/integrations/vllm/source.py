@@ -41,6 +41,18 @@ def excludes(source: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def fp8_kv_cache(source: Mapping[str, Any]) -> bool:
+    """Whether the source's config keeps the KV cache in FP8 (vLLM reads this only from methods it knows)."""
+    nested = source.get("quantization")
+    for place in (source, nested if isinstance(nested, Mapping) else {}):
+        scheme = place.get("kv_cache_scheme")
+        if isinstance(scheme, Mapping) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float"):
+            return True
+        if "FP8" in (str(scheme).upper(), str(place.get("kv_cache_quant_algo")).upper()):
+            return True
+    return False
+
+
 class Source:
     """The source's quantisation, as vLLM has it.
 
