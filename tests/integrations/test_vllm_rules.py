@@ -20,6 +20,7 @@ from hybrid_pack.integrations.vllm.advice import command_for
 from hybrid_pack.integrations.vllm.base import BaseTensors
 from hybrid_pack.integrations.vllm.dequantise import dequantise, rows_of_blocks
 from hybrid_pack.integrations.vllm.drafts import Decoder, is_draft
+from hybrid_pack.integrations.vllm.kept import why_not_experts
 from hybrid_pack.integrations.vllm.options import Options, misplaced, parse_options
 from hybrid_pack.integrations.vllm.prefixes import layer_of, stored_names
 from hybrid_pack.integrations.vllm.processes import METHOD, spawn_if_needed
@@ -246,6 +247,43 @@ def test_names_follow_the_models_renaming_once() -> None:
     assert tensors.stored("language_model.model.layers.0.self_attn.o_proj", {}) is not None
     assert tensors.stored("model.layers.0.self_attn.o_proj", {}) is None
     assert tensors.names("language_model.model.layers.0.rotary") == []
+
+
+@pytest.mark.parametrize(
+    ("method", "forms", "why_not"),
+    [
+        ("ModelOptMxFp8FusedMoE", {"mxfp8"}, None),
+        ("NoneType", {"mxfp8"}, "ModelOptMxFp8FusedMoE or CompressedTensorsW8A8Mxfp8MoEMethod for mxfp8"),
+        ("ModelOptNvFp4FusedMoE", {"mxfp8"}, "ModelOptMxFp8FusedMoE or"),
+        ("UnquantizedFusedMoEMethod", {"fp8_row"}, "for fp8_row"),
+        ("Fp8MoEMethod", {"fp8_block", "bf16"}, "one format, not bf16 and fp8_block"),
+        ("NoneType", {"unknown"}, "a method for quantised experts"),
+        ("Mxfp4MoEMethod", {"unknown"}, None),
+        ("NoneType", {"nf3"}, "a method for nf3"),
+    ],
+)
+def test_kept_experts_need_a_method_of_vllms(method: str, forms: set[str], why_not: str | None) -> None:
+    found = why_not_experts(method, forms)
+    assert found is None if why_not is None else found is not None and why_not in found
+
+
+def test_formats_below_a_module() -> None:
+    at = "mtp__layers__0__mlp__experts__"
+    tensors = base(
+        **{f"{at}{e}__up_proj__weight": FP8 for e in (0, 1)},
+        **{f"{at}{e}__up_proj__weight_scale": ("U8", (64, 2)) for e in (0, 1)},
+    )
+    assert tensors.forms("mtp.layers.0.mlp.experts") == {"mxfp8"}
+    assert tensors.forms("mtp.layers.0.mlp.expert") == set()
+    assert tensors.forms("model.layers.0.self_attn") == {"bf16"}
+
+
+def test_the_digest_is_of_how_things_are_stored() -> None:
+    one = base().digest()
+    assert one == BaseTensors(dict(reversed(base()._raw.items()))).digest()
+    assert one != base(model__layers__0__norm__weight=("F32", (64,))).digest()
+    assert one != base(model__layers__0__norm__weight=("BF16", (65,))).digest()
+    assert one != base(model__layers__0__norm__bias=("BF16", (64,))).digest()
 
 
 def test_parts_stored_differently_are_refused() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,11 @@ class BaseTensors:
             return cls({})
         return cls({name: (t.header.dtype, t.header.shape) for name, t in read_shards(root).tensors.items()})
 
+    def digest(self) -> str:
+        """Names the way everything is stored: a hash of all names, dtypes and shapes."""
+        lines = sorted(f"{name} {dtype} {list(shape)}" for name, (dtype, shape) in self._raw.items())
+        return sha256("\n".join(lines).encode()).hexdigest()
+
     def rename(self, mappers: Sequence[Any]) -> None:
         """Follow the renaming of vLLM's models (``WeightsMapper``), one after the other, each once."""
         for mapper in mappers[self._mapped :]:
@@ -76,6 +82,12 @@ class BaseTensors:
     def names(self, prefix: str) -> list[str]:
         """Tensors stored below a module."""
         return [name for name in self._raw if name.startswith(f"{prefix}.")]
+
+    def forms(self, prefix: str) -> set[str]:
+        """Formats of the matrices below a module; ``unknown`` for those that are none of ours."""
+        below = (fields for name, fields in self._modules.items() if name.startswith(f"{prefix}."))
+        found = [detect(fields) for fields in below]
+        return {"unknown" if isinstance(form, Unsupported) else form[0].name for form in found}
 
     def stored(self, prefix: str, packed: Mapping[str, Sequence[str]]) -> Stored | None:
         """How a module is stored; None where nothing is stored under its name or its parts'.

@@ -12,7 +12,9 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from hybrid_pack.errors import DataError
+from hybrid_pack.integrations.vllm.base import PLAIN
 from hybrid_pack.integrations.vllm.drafts import is_draft
+from hybrid_pack.integrations.vllm.kept import why_not_experts
 from hybrid_pack.integrations.vllm.linear import linear_method
 from hybrid_pack.integrations.vllm.moe_method import HybridMoEMethod, request_of
 from hybrid_pack.integrations.vllm.prefixes import layer_of, stored_names
@@ -56,9 +58,18 @@ def _experts(config: HybridPackConfig, layer: Any, prefix: str) -> Any:
             found="convert was told --layers" if omitted else None,
             hint="convert the whole model" if omitted else "it is not the model this config.json describes",
         )  # fmt: skip
-    if not any(name.endswith("scale") or "scale_inv" in name for name in names):
+    forms = session.base.forms(prefix)
+    quantised = any(name.endswith("scale") or "scale_inv" in name for name in names) or not forms <= {*PLAIN, "unknown"}
+    if not quantised:
         return None
-    return session.source.method(layer, prefix, config.packed_modules_mapping, config.mappers)
+    method = session.source.method(layer, prefix, config.packed_modules_mapping, config.mappers)
+    if (why_not := why_not_experts(type(method).__name__, forms)) is not None:
+        raise DataError(
+            "quantised experts that are not in the pack, and that this vLLM would not read", where=prefix,
+            expected=why_not, found=session.source.problem or f"the source's config gives {type(method).__name__}",
+            hint="dequantise them in the source and convert again, or serve without the draft they belong to",
+        )  # fmt: skip
+    return method
 
 
 def _linear(config: HybridPackConfig, layer: Any, prefix: str) -> Any:
