@@ -200,6 +200,18 @@ def test_weights_that_are_loaded_again_mean_the_same(dialect: str, made: Callabl
             assert torch.equal(found["again"][kind][name], before), name
 
 
+def test_compiled_code_is_not_shared_between_bases_stored_in_different_ways(
+    made: Callable[..., Made], serve: Serve, tmp_path: Path
+) -> None:
+    keys = []
+    for dialect in ("bf16", "fp8_row", "bf16"):
+        shutil.rmtree(tmp_path / "pack", ignore_errors=True)
+        shutil.copytree(made(dialect)[0], tmp_path / "pack")
+        (found,) = serve(tmp_path / "pack", additional_config=TORCH)
+        keys.append(found["key"])
+    assert keys[0] == keys[2] != keys[1]
+
+
 def compressed(model: Path, folder: Path) -> Path:
     """A pack as if its source were of compressed-tensors: FP8, one scale a matrix and one of its input."""
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}

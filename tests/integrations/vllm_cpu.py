@@ -128,6 +128,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         **case.get("engine", {}),
     }  # fmt: skip
     config = EngineArgs(**arguments).create_engine_config()
+    key = config.compute_hash()
     config.parallel_config.rank = rank = case.get("rank", 0)
     with set_current_vllm_config(config):
         size = case.get("tp", 1)
@@ -146,7 +147,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             found["again"] = look(model)
     import vllm
 
-    return {**found, "quantization": config.model_config.quantization, "vllm": vllm.__version__}
+    return {**found, "key": key, "quantization": config.model_config.quantization, "vllm": vllm.__version__}
 
 
 if __name__ == "__main__":

@@ -91,13 +91,21 @@ class HybridPackConfig(QuantizationConfig):
         return []
 
     def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
-        """Learn the model; a folder that is no pack is refused here, in the first process."""
+        """Learn the model; a folder that is no pack is refused here, in the first process.
+
+        How a pack's base is stored decides what is compiled, and vLLM's key for what it has compiled knows of a model
+        only its name and config.json; so the headers' digest becomes part of the latter.
+        """
         spawn_if_needed(logger)
         self.model = model_name
         if Path(model_name).is_dir():
             from hybrid_pack.runtime.pack import open_pack
 
             open_pack(model_name)
+            if (hf_config := kwargs.get("hf_config")) is not None:
+                from hybrid_pack.integrations.vllm.base import BaseTensors
+
+                hf_config.hybrid_pack_base = BaseTensors.read(Path(model_name)).digest()
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Follow a model's renaming of modules."""
