@@ -193,11 +193,22 @@ def test_columns_that_cut_a_block_are_refused(part: int, whole: int) -> None:
 
 @pytest.mark.parametrize("dialect", ["mxfp8", "nvfp4_no_input"])
 def test_weights_that_are_loaded_again_mean_the_same(dialect: str, made: Callable[..., Made], serve: Serve) -> None:
-    (found,) = serve(made(dialect)[0], more={"reload": True}, additional_config=TORCH)
+    model, _ = made(dialect)
+    (found,) = serve(model, more={"reload": str(model)}, additional_config=TORCH)
     assert found["linear"] and found["linear"].keys() == found["again"]["linear"].keys()
     for kind in ("linear", "experts"):
         for name, before in found[kind].items():
             assert torch.equal(found["again"][kind][name], before), name
+
+
+@pytest.mark.parametrize("dialect", ["bf16", "fp8_block"])
+def test_weights_of_another_model_are_refused(
+    dialect: str, made: Callable[..., Made], serve: Serve, tmp_path: Path
+) -> None:
+    model, _ = made(dialect)
+    shutil.copytree(model, tmp_path / "other")
+    with pytest.raises(Failed, match="weights cannot be loaded from another model: experts stay those of the first"):
+        serve(model, more={"reload": str(tmp_path / "other")}, additional_config=TORCH)
 
 
 def test_compiled_code_is_not_shared_between_bases_stored_in_different_ways(

@@ -95,12 +95,13 @@ def rename(renamed: dict[str, str | None]) -> None:
     DefaultModelLoader.get_all_weights = weights
 
 
-def reload(model: torch.nn.Module, config: Any) -> None:
-    """Load the weights once more, as a worker's ``reload_weights`` does."""
+def reload(model: torch.nn.Module, config: Any, path: str) -> None:
+    """Load the weights once more, as a worker's ``reload_weights`` does, from a folder."""
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     loader = get_model_loader(config.load_config)
+    config.model_config.model = path
     with torch.device("cpu"):
         initialize_layerwise_reload(model)
         model.load_weights(loader.get_all_weights(config.model_config, model))
@@ -143,7 +144,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             with set_model_tag("eagle_head"):
                 config.quant_config.get_quant_method(experts, case["draft"])
         if case.get("reload"):
-            reload(model, config)
+            reload(model, config, case["reload"])
             found["again"] = look(model)
     import vllm
 

@@ -24,6 +24,7 @@ from hybrid_pack.io.excludes import matches
 
 if TYPE_CHECKING:
     from hybrid_pack.integrations.vllm.config import HybridPackConfig
+    from hybrid_pack.integrations.vllm.session import Session
 
 
 def method_of(config: HybridPackConfig, layer: torch.nn.Module, prefix: str) -> Any:
@@ -33,7 +34,7 @@ def method_of(config: HybridPackConfig, layer: torch.nn.Module, prefix: str) -> 
     if isinstance(layer, RoutedExperts):
         return _experts(config, layer, prefix)
     if isinstance(layer, LinearBase):
-        return _linear(config, layer, prefix)
+        return _watched(_linear(config, layer, prefix), session)
     if isinstance(layer, VocabParallelEmbedding):
         return _embedding(config, layer, prefix)
     return session.source.method(layer, prefix, config.packed_modules_mapping, config.mappers)
@@ -82,6 +83,26 @@ def _linear(config: HybridPackConfig, layer: Any, prefix: str) -> Any:
     if any(matches(pattern, name) for pattern in session.source.excluded for name in (prefix, *names)):
         return UnquantizedLinearMethod()
     return session.source.method(layer, prefix, packed, config.mappers) or UnquantizedLinearMethod()
+
+
+def _watched(method: Any, session: Session) -> Any:
+    """A linear method that refuses another model's weights, which ``reload_weights(weights_path=...)`` loads."""
+    process = method.process_weights_after_loading
+
+    def process_weights_after_loading(layer: torch.nn.Module) -> None:
+        session.require_same_model()
+        process(layer)
+
+    create = method.create_weights
+
+    def create_weights(layer: Any, *args: Any, **kwargs: Any) -> None:
+        create(layer, *args, **kwargs)
+        if layer.quant_method is not method:  # which gave its place to another
+            _watched(layer.quant_method, session)
+
+    method.process_weights_after_loading = process_weights_after_loading
+    method.create_weights = create_weights
+    return method
 
 
 def _embedding(config: HybridPackConfig, layer: Any, prefix: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +78,10 @@ class Session:
         engine: The engine's settings.
         options: The user's.
         decoder: The layers of the model itself.
+        served: Says which model vLLM has now, where that is known; it changes where weights of another are loaded.
     """
+
+    served: Callable[[], object] | None = None
 
     def __init__(
         self, folder: Folder, source: Source, engine: Engine, options: Options, layers: int | None = None
@@ -86,6 +90,7 @@ class Session:
         self.pack: Pack = open_pack(folder.root)
         self.base = BaseTensors.read(folder.base())
         self.decoder = Decoder(layers)
+        self._first: object = None
         self._experts: RankExperts | None = None
         self._fetched: set[int] = set()
 
@@ -107,7 +112,24 @@ class Session:
         target = getattr(vllm_config.speculative_config, "target_model_config", None) or model
         own = getattr(target, "model", None) == name
         layers = getattr(getattr(target, "hf_text_config", None), "num_hidden_layers", None) if own else None
-        return cls(folder, Source(config.source), Engine.of(vllm_config), options, layers)
+        session = cls(folder, Source(config.source), Engine.of(vllm_config), options, layers)
+        if getattr(model, "model", None) == name:
+            session.served = lambda: (model.model, getattr(model, "revision", None))
+            session._first = session.served()
+        return session
+
+    def require_same_model(self) -> None:
+        """Refuse base weights of another folder, for the experts would stay those of this one.
+
+        Raises:
+            UsageError: vLLM was told to reload weights from somewhere else.
+        """
+        now = None if self.served is None else self.served()
+        if now != self._first:
+            raise UsageError(
+                "weights cannot be loaded from another model: experts stay those of the first", where=self.folder.root,
+                expected=self._first, found=now, hint="start vLLM anew with the other model",
+            )  # fmt: skip
 
     def experts(self, rank: int) -> RankExperts:
         """The experts of this process's rank; ``fetch`` brings their files."""
