@@ -26,7 +26,7 @@ from hybrid_pack.integrations.vllm.prefixes import layer_of, stored_names
 from hybrid_pack.integrations.vllm.processes import METHOD, spawn_if_needed
 from hybrid_pack.integrations.vllm.request import Request, require
 from hybrid_pack.integrations.vllm.source import excludes, fp8_kv_cache, method_name
-from hybrid_pack.integrations.vllm.versions import known_names, why_not_version
+from hybrid_pack.integrations.vllm.versions import indexer_keys, known_names, why_not_version
 from hybrid_pack.integrations.vllm.words import hint_for
 from hybrid_pack.runtime import backends
 from hybrid_pack.runtime.build import layer_geometry
@@ -156,8 +156,9 @@ def test_tags_of_drafts() -> None:
 
 
 def test_parts_of_fused_modules() -> None:
-    assert stored_names("a.b.qkv_proj", {}) == ["a.b.q_proj", "a.b.k_proj", "a.b.v_proj"]
-    assert stored_names("a.b.qkv_proj", {"qkv_proj": ["x", "y"]}) == ["a.b.x", "a.b.y"]
+    m3 = ["a.b.index_q_proj", "a.b.index_k_proj"]
+    assert stored_names("a.b.qkv_proj", {}) == ["a.b.q_proj", "a.b.k_proj", "a.b.v_proj", *m3]
+    assert stored_names("a.b.qkv_proj", {"qkv_proj": ["x", "y"]}) == ["a.b.x", "a.b.y", *m3]
     assert stored_names("a.b.o_proj", {}) == ["a.b.o_proj"]
     assert stored_names("gate_up_proj", {}) == ["gate_proj", "up_proj"]
 
@@ -320,10 +321,65 @@ INDEXER = "model__layers__0__self_attn__indexer__wk"
 def test_quantised_modules_no_layer_was_made_for(more: dict[str, Header], refused: str | None) -> None:
     tensors = base(**more)
     tensors.stored("model.layers.0.self_attn.qkv_proj", {})
+    tensors.note("model.layers.0.self_attn.indexer.wq_b")
     if refused is None:
         tensors.require_claimed()
         return
     with pytest.raises(DataError, match=rf"indexer.wk: this vLLM can load it only unquantised.*found {refused}"):
+        tensors.require_claimed()
+
+
+def quantised(*names: str, scale: str = "weight_scale", header: Header = ("U8", (64, 2))) -> dict[str, Header]:
+    return {f"{n}.weight": FP8 for n in names} | {f"{n}.{scale}": header for n in names}
+
+
+LAYER = "model.layers.4"
+
+
+@pytest.mark.parametrize(
+    ("left", "made"),
+    [
+        (["mtp.fc", "mtp.layers.0.self_attn.o_proj", "model.mtp.layers.0.mlp.gate"], ["lm_head"]),
+        (["model.layers.61.self_attn.o_proj", "model.layers.61.eh_proj"], ["lm_head"]),
+        (["model.layers.7.self_attn.o_proj"], ["vision_model.encoder.layers.7.self_attn.fc1"]),
+        ([f"{LAYER}.self_attn.indexer.wq_b", f"{LAYER}.self_attn.indexer.wk"], []),
+        (["visual.blocks.3.attn.proj"], []),
+    ],
+)
+def test_what_vllm_leaves_out_on_purpose_is_not_refused(left: list[str], made: list[str]) -> None:
+    headers = quantised(f"{LAYER}.self_attn.o_proj", *left) | {"lm_head.weight": PLAIN}
+    tensors = BaseTensors(headers)
+    for name in (f"{LAYER}.self_attn.o_proj", *made):
+        tensors.stored(name, {})
+    tensors.require_claimed()
+    for name in left:  # but where vLLM has what it is in, it is
+        other = BaseTensors(headers)
+        other.note(f"{name.rpartition('.')[0]}.another")
+        with pytest.raises(DataError, match=f"{name}: this vLLM can load it only unquantised"):
+            other.require_claimed((name,))
+
+
+def test_minimax_m3_fuses_its_index_projections_too() -> None:
+    at = f"{LAYER}.self_attn"
+    names = [f"{at}.{part}" for part in ("q_proj", "k_proj", "v_proj", "index_q_proj", "index_k_proj")]
+    tensors = BaseTensors(quantised(*names))
+    stored = tensors.stored(f"{at}.qkv_proj", {"qkv_proj": ["q_proj", "k_proj", "v_proj"]})
+    assert stored is not None and list(stored.names) == names
+    tensors.require_claimed()
+
+
+@pytest.mark.parametrize(
+    ("version", "shape", "refused"), [("0.25.1", (64,), True), ("0.27.1", (64,), False), ("0.27.1", (64, 1), True)]
+)
+def test_which_indexers_a_version_reads(version: str, shape: tuple[int, ...], refused: bool) -> None:
+    key = f"{LAYER}.self_attn.indexer.wk"
+    tensors = BaseTensors(quantised(key, scale="weight_scale_fp8", header=("BF16", shape)))
+    tensors.indexer_keys = indexer_keys(version)
+    tensors.note(f"{LAYER}.self_attn.indexer.wq_b")
+    if not refused:
+        tensors.require_claimed()
+        return
+    with pytest.raises(DataError, match=r"indexer.wk: this vLLM .*found fp8_row"):
         tensors.require_claimed()
 
 
@@ -361,6 +417,8 @@ def test_nothing_is_seen_too_early() -> None:
         other.stored(f"model.layers.{n}.self_attn.o_proj", {})
         other.require_built(f"model.layers.{n}.mlp.experts")
     other.require_built("lm_head")
+    other.require_claimed()
+    other.note("vision_tower.encoder.layers.0.mlp.fc1")
     with pytest.raises(DataError, match="vision_tower"):
         other.require_claimed()
     early = gates(0, 1)

@@ -51,6 +51,9 @@ class BaseTensors:
 
     Args:
         headers: (dtype, shape) of every base tensor by its name in the checkpoint.
+
+    Attributes:
+        indexer_keys: Formats of the sparse indexer's ``wk`` that vLLM dequantises while it loads.
     """
 
     def __init__(self, headers: Mapping[str, Header]) -> None:
@@ -59,6 +62,8 @@ class BaseTensors:
         self._mapped = 0
         self._claimed: set[str] = set()
         self._stacks: set[str] = set()
+        self._made: set[str] = set()
+        self.indexer_keys = frozenset({"fp8_block"})
 
     @classmethod
     def read(cls, root: Path) -> BaseTensors:
@@ -98,6 +103,8 @@ class BaseTensors:
         names = [name for name in (prefix, *stored_names(prefix, packed)) if name in self._modules]
         names = names[:1] if names[:1] == [prefix] else names
         self._claimed.update(names)
+        for name in (prefix, *names):
+            self.note(name)
         forms = {name: _form(name, self._modules[name]) for name in names}
         if not forms:
             return None
@@ -109,6 +116,11 @@ class BaseTensors:
         ]
         merged = {key: header for part in reversed(parts) for key, header in part.items()}
         return Stored(tuple(names), forms[names[0]], merged, frozenset.intersection(*map(frozenset, parts)))
+
+    def note(self, prefix: str) -> None:
+        """Say that vLLM makes a module, and so has all that it is in."""
+        parts = prefix.split(".")
+        self._made.update(".".join(parts[:n]) for n in range(len(parts)))
 
     def require_built(self, prefix: str) -> None:
         """``require_claimed`` for what is complete when vLLM makes a certain module, before weights are loaded.
@@ -123,14 +135,17 @@ class BaseTensors:
         Raises:
             DataError: There is one.
         """
+        self.note(prefix)
         if (stack := stack_of(prefix)) is not None:
             self._stacks.add(stack)
         self.require_claimed(tuple(self._stacks), layer_of(prefix))
 
     def require_claimed(self, stacks: tuple[str, ...] = ("",), before: int | None = None) -> None:
-        """Refuse quantised modules of the layers in use that no layer of vLLM's was made for.
+        """Refuse quantised modules that no layer of vLLM's was made for, in modules that vLLM has.
 
-        vLLM would take their codes for weights, or leave its own uninitialised.
+        vLLM would take their codes for weights, or leave its own uninitialised. What it leaves out on purpose lies in
+        modules that it does not have either: layers of other pipeline stages, MTP layers where nothing is drafted,
+        indexers of layers that use another's.
 
         Args:
             stacks: Only modules whose names begin with one of these.
@@ -139,22 +154,26 @@ class BaseTensors:
         Raises:
             DataError: There is one.
         """
-        layers = {layer_of(name) for name in self._claimed}
         for name, fields in self._modules.items():
             number = layer_of(name)
             if not name.startswith(stacks) or (before is not None and (number is None or number >= before)):
                 continue
-            if name in self._claimed or number not in layers or ".experts." in f"{name}.":
+            if name in self._claimed or name.rpartition(".")[0] not in self._made or ".experts." in f"{name}.":
                 continue
             found = detect(fields)
             if isinstance(found, Unsupported) or found[0].name in PLAIN:
                 continue
-            if name.endswith(_FP8_INDEXER) and found[0].name == "fp8_block":
-                continue  # vLLM's DeepSeek dequantises this one while it loads
+            if name.endswith(_FP8_INDEXER) and self._reads_indexer(found[0], fields):
+                continue
             raise DataError(
                 "this vLLM can load it only unquantised", where=name, expected="BF16", found=found[0].name,
                 hint="dequantise it in the source and convert again",
             )  # fmt: skip
+
+    def _reads_indexer(self, form: SourceFormat, fields: Mapping[str, Header]) -> bool:
+        """Whether vLLM's DeepSeek dequantises the indexer's keys while it loads; scales [N, 1] it takes for blocks."""
+        flat = form.scale_field is not None and len(fields[form.scale_field][1]) == 1
+        return form.name in self.indexer_keys and (form.name != "fp8_row" or flat)
 
 
 def _by_module(headers: Mapping[str, Header]) -> dict[str, dict[str, Header]]:

@@ -31,6 +31,7 @@ def method_of(config: HybridPackConfig, layer: torch.nn.Module, prefix: str) -> 
     """The method of a layer, None where vLLM shall treat it as not quantised."""
     session = config.session
     session.base.rename(config.mappers)
+    session.base.note(prefix)
     if isinstance(layer, RoutedExperts):
         return _experts(config, layer, prefix)
     if isinstance(layer, LinearBase):

@@ -33,8 +33,15 @@ def stack_of(prefix: str) -> str | None:
     return None if layer_of(prefix) is None or match is None else prefix[: match.start(1)]
 
 
+_FUSED_TOO: Mapping[str, Sequence[str]] = {"qkv_proj": ("index_q_proj", "index_k_proj")}
+"""What MiniMax-M3 fuses besides, in its layers with sparse attention; its mapping does not say so."""
+
+
 def stored_names(prefix: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
     """The modules of a checkpoint that vLLM fuses into one; the module itself where it is not fused."""
     parent, dot, last = prefix.rpartition(".")
     parts = packed.get(last) or PACKED.get(last)
-    return [prefix] if not parts else [f"{parent}{dot}{part}" for part in parts]
+    if not parts:
+        return [prefix]
+    more = [part for part in _FUSED_TOO.get(last, ()) if part not in parts]
+    return [f"{parent}{dot}{part}" for part in (*parts, *more)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import __version__ as vllm_version
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 
@@ -17,6 +18,7 @@ from hybrid_pack.integrations.vllm.experts import RankExperts
 from hybrid_pack.integrations.vllm.folder import Folder
 from hybrid_pack.integrations.vllm.options import Options, misplaced, parse_options
 from hybrid_pack.integrations.vllm.source import Source, fp8_kv_cache
+from hybrid_pack.integrations.vllm.versions import indexer_keys
 from hybrid_pack.runtime.pack import Pack, open_pack
 
 if TYPE_CHECKING:
@@ -89,6 +91,7 @@ class Session:
         self.folder, self.source, self.engine, self.options = folder, source, engine, options
         self.pack: Pack = open_pack(folder.root)
         self.base = BaseTensors.read(folder.base())
+        self.base.indexer_keys = indexer_keys(str(vllm_version))
         self.decoder = Decoder(layers)
         self._first: object = None
         self._experts: RankExperts | None = None

@@ -52,3 +52,10 @@ def known_names(version: str) -> Iterator[None]:
     except (ImportError, AttributeError) as error:
         reason = why_not_known(version, error)
         raise EnvironmentFailure(reason, where="hybrid_pack", hint=f"vLLM {KNOWN} is known to work") from error
+
+
+def indexer_keys(version: str) -> frozenset[str]:
+    """Formats in which a version of vLLM reads the sparse indexer's ``wk`` (``_try_load_fp8_indexer_wk``)."""
+    release = release_of(version)
+    rows = release is not None and release >= (0, 27)
+    return frozenset({"fp8_block", "fp8_row"} if rows else {"fp8_block"})
