@@ -65,10 +65,11 @@ def _experts(config: HybridPackConfig, layer: Any, prefix: str) -> Any:
     if not quantised:
         return None
     method = session.source.method(layer, prefix, config.packed_modules_mapping, config.mappers)
+    given = "no method" if method is None else type(method).__name__
     if (why_not := why_not_experts(type(method).__name__, forms)) is not None:
         raise DataError(
             "quantised experts that are not in the pack, and that this vLLM would not read", where=prefix,
-            expected=why_not, found=session.source.problem or f"the source's config gives {type(method).__name__}",
+            expected=why_not, found=session.source.problem or f"the source's config gives {given}",
             hint="dequantise them in the source and convert again, or serve without the draft they belong to",
         )  # fmt: skip
     return method
