@@ -191,7 +191,7 @@ def test_columns_that_cut_a_block_are_refused(part: int, whole: int) -> None:
         method.create_weights(torch.nn.Module(), part, [200], whole, 200, torch.bfloat16, weight_loader=None)
 
 
-@pytest.mark.parametrize("dialect", ["mxfp8", "nvfp4_no_input"])
+@pytest.mark.parametrize("dialect", ["mxfp8", "nvfp4_no_input", "fp8_block"])
 def test_weights_that_are_loaded_again_mean_the_same(dialect: str, made: Callable[..., Made], serve: Serve) -> None:
     model, _ = made(dialect)
     (found,) = serve(model, more={"reload": str(model)}, additional_config=TORCH)
@@ -279,6 +279,16 @@ def test_a_tensor_that_vllm_did_not_load_is_refused(
     text = str(error.value)
     assert "vLLM has not loaded a tensor of the base" in text and f"found {found}" in text, text[-3000:]
     assert name in text
+
+
+def test_scales_that_a_model_renames_are_found(made: Callable[..., Made], serve: Serve) -> None:
+    """As vLLM's MiniMax-M3 does."""
+    model, meanings = made("fp8_block")
+    at = "model.layers.1.self_attn"
+    renamed = {f"{at}.{name}.weight_scale_inv": f"{at}.{name}.weight_scale" for name in ("q_proj", "k_proj", "v_proj")}
+    (found,) = serve(model, more={"renamed": renamed}, additional_config=TORCH)
+    parts = [meanings[f"{at}.{name}"] for name in ("q_proj", "k_proj", "v_proj")]
+    assert torch.equal(found["linear"][f"{at}.qkv_proj"], torch.cat(parts).to(torch.bfloat16))
 
 
 def test_expert_parallel_ranks_hold_their_block(made: Callable[..., Made], serve: Serve) -> None:
