@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,17 +179,20 @@ def test_linear_layers_mean_what_is_stored(dialect: str, made: Callable[..., Mad
 
 
 @pytest.mark.parametrize(("part", "whole"), [(64, 256), (192, 384)])
-def test_columns_that_cut_a_block_are_refused(part: int, whole: int) -> None:
+def test_columns_that_cut_a_block_are_refused(part: int, whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybrid_pack.integrations.vllm import dequantised
     from hybrid_pack.integrations.vllm.base import BaseTensors, Stored
-    from hybrid_pack.integrations.vllm.dequantised import DequantisedLinearMethod
 
+    engine = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"))
+    monkeypatch.setattr(dequantised, "get_current_vllm_config", lambda: engine)
     headers = {"o.weight": ("F8_E4M3", (200, whole)), "o.weight_scale_inv": ("F32", (2, -(-whole // 128)))}
     stored = BaseTensors(headers).stored("o", {})
     assert stored is not None
     scale = {"weight_scale_inv": headers["o.weight_scale_inv"]}
-    method = DequantisedLinearMethod(Stored(stored.names, stored.form, {**scale, "weight": headers["o.weight"]}), "o")
+    fields = {**scale, "weight": headers["o.weight"]}
+    method = dequantised.DequantisedLinearMethod(Stored(stored.names, stored.form, fields, stored.every), "o")
     with pytest.raises(DataError, match=rf"o: a rank's columns cut through a block .*found {part} of {whole} columns"):
-        method.create_weights(torch.nn.Module(), part, [200], whole, 200, torch.bfloat16, weight_loader=None)
+        method.create_weights(torch.nn.Module(), part, [200], whole, 200, torch.bfloat16, weight_loader=print)
 
 
 @pytest.mark.parametrize("dialect", ["mxfp8", "nvfp4_no_input", "fp8_block"])
