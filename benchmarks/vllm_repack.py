@@ -9,8 +9,6 @@ and no other tensor of the checkpoint is looked at.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import torch
 
 from benchmarks.repack_baseline import Packed, repack_layer
 from hybrid_pack.formats.nf3 import DEFAULT_LEVELS
+from hybrid_pack.integrations.vllm.experts import float32_by_default
 from hybrid_pack.io.checkpoint import Checkpoint, Layer, open_checkpoint
 from hybrid_pack.layouts.scale_bytes import NF3_GLOBAL_SCALE
 from hybrid_pack.layouts.shard import RankGeometry, shard_tensors
@@ -67,17 +66,6 @@ def packed_layer(packed: Packed, layer: Layer, number: int, hidden: int, interme
             hidden, intermediate, len(layer.kept) + len(layer.tail), top_k, "e4m3_k16", DEFAULT_LEVELS, "silu"
         ),
     )  # fmt: skip
-
-
-@contextmanager
-def float32_by_default() -> Iterator[None]:
-    """vLLM loads with BF16 as torch's default dtype, for which b12x's packers were not made."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def repack(source: Path, layer: Layer, number: int, sizes: tuple[int, int, int], device: torch.device) -> Any:
