@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Packs in vLLM on a GPU: small models, their parity, what calls do, and the start-up benchmark, one stage after the other:
-#   benchmarks/vllm_all.sh [unpack] [models] [parity] [calls] [serve-models] [serve] [tp2]     all but tp2 (two GPUs)
+# Packs in vLLM on a GPU: small models, their parity, what calls do, start-up and decoding, one stage after the other:
+#   benchmarks/vllm_all.sh [unpack] [models] [parity] [calls] [serve-models] [serve] [decode] [tp2]     all but tp2 (two GPUs)
 # Results go to $OUT (two files a stage, and vllm_answers.json), models to MODELS. COMMIT names the commit where there is
 # no git, PYTHON the python, SLOTS how many engines run at a time. Where vLLM is not installed, vllm_setup.sh unpacks what was carried.
 # unpack, models and serve-models need no vLLM: they can run in a call that carries b12x alone.
@@ -32,7 +32,7 @@ need() {
 sys.exit('\n'.join(f'{n} is not there: carry its bundle first, see vllm_setup.sh' for n in ('b12x', 'vllm') if not u.find_spec(n)) or 0)" || exit 3
 }
 
-for stage in ${@:-unpack models parity calls serve-models serve}; do
+for stage in ${@:-unpack models parity calls serve-models serve decode}; do
   case $stage in
     unpack)
       run unpack "$python" -c "
@@ -51,13 +51,14 @@ for name in ('b12x', 'cutlass', 'tvm_ffi', 'vllm', 'blake3'):
     serve-models) run serve-models "$python" -m benchmarks.vllm_serve --folder "$MODELS/serve" --prepare ;;
     serve) need; run serve "$python" -m benchmarks.vllm_serve --folder "$MODELS/serve" --out "$OUT/vllm_serve.json" \
       --seconds "${SERVE_SECONDS:-480}" --rounds "${ROUNDS:-2}" ;;
+    decode) need; run decode "$python" -m benchmarks.vllm_decode --folder "$MODELS/serve" --out "$OUT/vllm_decode.json" ;;
     *) echo "no such stage: $stage"; exit 2 ;;
   esac
 done
 [ ! -f "$OUT/vllm_comparisons.jsonl" ] || "$python" -m benchmarks.vllm_answers "$OUT" --out "$OUT/vllm_answers.json"
 [ ! -f "$OUT/vllm_comparisons.jsonl" ] || { echo "== comparisons"; cat "$OUT/vllm_comparisons.jsonl"; }
 # Eight files come back: what a stage printed is in its log already.
-for stage in unpack models serve-models parity calls tp2 serve; do
+for stage in unpack models serve-models parity calls tp2 serve decode; do
   [ ! -f "$OUT/vllm_$stage.txt" ] || { echo "== $stage"; cat "$OUT/vllm_$stage.txt"; rm "$OUT/vllm_$stage.txt"; }
 done >"$OUT/vllm_stages.txt"
 [ $failed = 0 ] && echo "== all good" || echo "== something FAILED"

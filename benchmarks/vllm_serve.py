@@ -1,4 +1,4 @@
-"""How fast does vLLM start from a pack, and run it, against repacking the hybrid checkpoint at every start?
+"""How fast does vLLM start from a pack, against repacking the hybrid checkpoint at every start?
 
     python -m benchmarks.vllm_serve [--folder DIR] [--layers 4] [--seconds 500] [--out FILE]
     python -m benchmarks.vllm_serve --folder DIR --prepare        make source and pack, and end
@@ -9,7 +9,8 @@ quantisation plugins of the same vLLM, found through entry points: the pack's, a
 does what the serving fork does. Same engine arguments, same ``HybridMoE``, same kernels. Each start is a process of its
 own with the engine in it (vLLM would start one more process, for both ways alike), CUDA graphs on, compile caches
 filled by a start before. Expert loading is the time in the methods' ``process_weights_after_loading``, waiting for
-the GPU before and after, less the time to build ``HybridMoE`` (compiling and scratch), which both do alike.
+the GPU before and after, less the time to build ``HybridMoE`` (compiling and scratch), which both do alike. How fast
+both decode then is ``vllm_decode``'s question.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -38,7 +39,7 @@ from tests.gpu import vllm_cases
 from tests.gpu.vllm_models import Shape, convert, prompts, write_source
 
 WAYS = ("pack", "repack")
-NEW_TOKENS, PROMPT, REPEATS = 128, 16, 3
+PROMPT = 16
 ENTRY_POINT = "hybrid_repack = benchmarks.vllm_repack:register\n"
 MIB = 1 << 20
 
@@ -148,24 +149,8 @@ def _peak_host_bytes() -> int:
     return found[0] if found else common.peak_rss_bytes()
 
 
-def speed(llm: Any, vocab: int, batch: int) -> dict[str, Any]:
-    """Tokens a second of decoding, the prompts' own step included; all greedy and as long."""
-    from vllm import SamplingParams
-
-    parameters = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
-    given = [{"prompt_token_ids": ids} for ids in prompts(vocab, (PROMPT,) * batch, 3)]
-    rates, tokens = [], []
-    for number in range(REPEATS + 1):  # the first one is a warm-up
-        began = time.perf_counter()
-        outputs = llm.generate(given, parameters, use_tqdm=False)
-        if number:
-            rates.append(batch * NEW_TOKENS / (time.perf_counter() - began))
-        tokens = [list(map(int, output.outputs[0].token_ids)) for output in outputs]
-    return {"tokens_per_s": common.summary(rates), "tokens": tokens}
-
-
 def child(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Start an engine, say how that went, and run it where that is asked for."""
+    """Start an engine and say how that went."""
     began = time.time()
     from vllm import LLM, SamplingParams, __version__
 
@@ -177,14 +162,24 @@ def child(case: Mapping[str, Any]) -> dict[str, Any]:
     one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     llm.generate([{"prompt_token_ids": ids} for ids in prompts(case["vocab"], (PROMPT,), 4)], one, use_tqdm=False)
     first = time.time()
-    result = {
+    return {
         "vllm": __version__, "process_to_first_token_seconds": first - case["spawned"],
         "python_and_torch_seconds": began - case["spawned"], "import_seconds": imported - began,
         "engine_seconds": started - imported, **probe.summary(), "peak_host_bytes": _peak_host_bytes(),
     }  # fmt: skip
-    if case["speed"]:
-        result["speed"] = {str(batch): speed(llm, case["vocab"], batch) for batch in (1, 8)}
-    return result
+
+
+def end_with(action: Callable[[Mapping[str, Any]], Any], given: Path, out: Path) -> NoReturn:
+    """Do what this process is for, keep what it returns, and end without waiting for any thread of the engine."""
+    status = 1
+    try:
+        out.write_text(json.dumps(action(json.loads(given.read_text()))))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 # in the process that starts them
@@ -204,27 +199,43 @@ class Bench:
         experts = (self.folder / "pack").rglob("experts/**/*.safetensors")
         return [*base, *(experts if way == "pack" else (self.folder / "source").glob("*.safetensors"))]
 
-    def start(self, way: str, *, speed: bool = False, cold: bool | None = None, seconds: int = 200) -> dict[str, Any]:
+    def engine(self, name: str, way: str, module: str, seconds: float, talk: int | None = None) -> dict[str, Any]:
+        """Run ``module`` on an engine in a process of its own; what it said.
+
+        Args:
+            name: Of its files.
+            way: Whose engine.
+            module: Given ``--child CASE --out RESULT``.
+            seconds: Until it is ended.
+            talk: A file descriptor for it.
+
+        Raises:
+            RuntimeError: With the end of its log, where it said nothing.
+        """
+        given, out, log = (self.work / f"{name}.{kind}" for kind in ("case.json", "result.json", "log"))
+        out.unlink(missing_ok=True)
+        case = vllm_cases.Case(f"serve/{name}", "serve", way, {"compilation_config": vllm_cases.GRAPHS_OF_FEW})
+        engine = vllm_cases.engine_arguments(self.folder / way, case)
+        document = {"engine": engine, "vocab": self.model.vocab, "talk": talk, "spawned": time.time()}
+        given.write_text(json.dumps(document))
+        environment = vllm_cases.child_environment(self.work, way, vllm_cases.IN_PROCESS)
+        environment |= {"OMP_NUM_THREADS": "16", "TORCHINDUCTOR_COMPILE_THREADS": "8"}
+        command = [sys.executable, "-m", module, "--child", str(given), "--out", str(out)]
+        kept = () if talk is None else (talk,)
+        status = vllm_cases.run_limited(command, environment, log, seconds, kept)
+        text = log.read_text(errors="replace")
+        self.logs.append(f"{'=' * 20} {name}: exit status {status}\n{text}")
+        if not out.exists():
+            raise RuntimeError(f"{name}: exit status {status}: ...{text[-300:]}")
+        return dict(json.loads(out.read_text()))
+
+    def start(self, way: str, *, cold: bool | None = None, seconds: int = 200) -> dict[str, Any]:
         """One start; ``cold`` takes the files out of the page cache before, or brings them all into it."""
         if cold is not None:
             (watch.drop_cache if cold else watch.warm)(self.files(way))
         share = [watch.cached(path) for path in self.files(way)]
         name = f"{way}-{'fill' if cold is None else 'cold' if cold else 'warm'}"
-        given, out, log = (self.work / f"{name}.{kind}" for kind in ("case.json", "result.json", "log"))
-        out.unlink(missing_ok=True)
-        case = vllm_cases.Case(f"serve/{name}", "serve", way, {"compilation_config": vllm_cases.GRAPHS_OF_FEW})
-        engine = vllm_cases.engine_arguments(self.folder / way, case)
-        document = {"engine": engine, "vocab": self.model.vocab, "speed": speed, "spawned": time.time()}
-        given.write_text(json.dumps(document))
-        environment = vllm_cases.child_environment(self.work, way, vllm_cases.IN_PROCESS)
-        environment |= {"OMP_NUM_THREADS": "16", "TORCHINDUCTOR_COMPILE_THREADS": "8"}
-        command = [sys.executable, "-m", "benchmarks.vllm_serve", "--child", str(given), "--out", str(out)]
-        status = vllm_cases.run_limited(command, environment, log, seconds)
-        text = log.read_text(errors="replace")
-        self.logs.append(f"{'=' * 20} {name}: exit status {status}\n{text}")
-        if not out.exists():
-            raise RuntimeError(f"{name}: exit status {status}: ...{text[-300:]}")
-        result: dict[str, Any] = json.loads(out.read_text())
+        result = self.engine(name, way, "benchmarks.vllm_serve", seconds)
         result["cached_before"] = [round(min(share), 3), round(max(share), 3)]
         brief = {key: round(result[key], 2) for key in ("process_to_first_token_seconds", "expert_seconds")}
         print(f"  {name}: {brief}", flush=True)
@@ -259,17 +270,13 @@ def goals(result: Mapping[str, Any]) -> dict[str, Any]:
         goal = " (64)" if way == "pack" else ""
         over = [start["peak_allocated_over_resident"] / MIB for start in warm_rounds(result, way)]
         found[f"{way}: MiB of GPU memory over the resident at most{goal}"] = max(over, default=None)
-    for batch in ("1", "8"):
-        rates = [median(way, lambda start, b=batch: start["speed"][b]["tokens_per_s"]["median"]) for way in WAYS]  # type: ignore[misc]
-        found[f"tokens a second to repack's, batch {batch} (1)"] = ratio(*rates)
     return found
 
 
 def measure(options: argparse.Namespace, folder: Path, work: Path) -> dict[str, Any]:
     """All starts; what is there so far is kept after each.
 
-    First one of each way at one time, which fills the compile caches; then warm ones in turns, which decode too: both
-    ways then run kernels from the caches. Last a cold one of each.
+    First one of each way at one time, which fills the compile caches; then warm ones in turns, last a cold one of each.
     """
     run = Run(options.seconds)
     run.result["question"] = (__doc__ or "").strip().splitlines()[0]
@@ -295,7 +302,7 @@ def measure(options: argparse.Namespace, folder: Path, work: Path) -> dict[str, 
     part("first starts, at one time", fill)
     for number in range(options.rounds):
         for way in WAYS:
-            part(f"{way} warm #{number + 1}", partial(bench.start, way, speed=True, cold=False))
+            part(f"{way} warm #{number + 1}", partial(bench.start, way, cold=False))
     for way in WAYS:
         part(f"{way} cold", partial(bench.start, way, cold=True))
     return run.result
@@ -314,15 +321,7 @@ def main() -> None:
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
-        status = 1
-        try:
-            options.out.write_text(json.dumps(child(json.loads(options.child.read_text()))))
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)  # no engine's threads shall hold up the next start
+        end_with(child, options.child, options.out)
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.folder or Path(scratch, "models")
         folder.mkdir(parents=True, exist_ok=True)

@@ -188,12 +188,15 @@ def run_case(case: Case, models: Path, work: Path, port: int) -> dict[str, Any]:
     return result
 
 
-def run_limited(command: list[str], environment: dict[str, str], log: Path, seconds: float) -> int | str:
+def run_limited(
+    command: list[str], environment: dict[str, str], log: Path, seconds: float, pass_fds: Sequence[int] = ()
+) -> int | str:
     """Run a command with its output in a file; at the time limit it is ended with all of its children."""
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            pass_fds=pass_fds,
+        )  # fmt: skip
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:

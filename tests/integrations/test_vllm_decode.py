@@ -1,0 +1,137 @@
+"""The decoding benchmark of vLLM on the CPU: fair turns, ratios of one round, and an engine that ends is told."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import random
+import statistics
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from benchmarks import vllm_decode
+from benchmarks.vllm_serve import WAYS
+
+ENGINE = """
+import os, time
+from types import SimpleNamespace as N
+
+class SamplingParams:
+    def __init__(self, **known):
+        self.max_tokens = known["max_tokens"]
+
+class LLM:
+    def __init__(self, model, **engine):
+        self.model = os.path.basename(model)
+
+    def generate(self, given, parameters, use_tqdm):
+        if self.model == "repack" and os.environ.get("REPACK_ENDS"):
+            raise MemoryError("no memory for repacking")
+        time.sleep(0.001)
+        return [N(outputs=[N(token_ids=[7] * parameters.max_tokens)]) for _ in given]
+"""
+
+
+@pytest.fixture
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    """Of a run in which vLLM is a stand-in that decodes nothing."""
+    stand_in = tmp_path / "vllm.py"
+    stand_in.write_text(ENGINE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return argparse.Namespace(seconds=120.0, layers=2, tiny=True, out=tmp_path / "out" / "d.json", rounds=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("decode")
+
+
+def test_ratios_are_taken_round_by_round_and_turns_begin_with_either() -> None:
+    """A machine that slows down all the time, which the order of turns and the pairs take out."""
+    said: list[str] = []
+    speed = {"pack": 3.0, "repack": 2.0}
+    pipes = {way: Pipe() for way in WAYS}
+
+    def decoder(way: str) -> Any:
+        def decode(batch: int) -> float:
+            said.append(f"{way} {batch}")
+            return speed[way] * batch * 0.99 ** (len(said) // 2)  # both of a round alike
+
+        return decode
+
+    threads = [Thread(target=vllm_decode.serve, args=(pipes[way][1], decoder(way))) for way in WAYS]
+    for thread in threads:
+        thread.start()
+    kept: list[list[str]] = []
+    rounds = 4
+    found = vllm_decode.in_turns({way: pipes[way][0] for way in WAYS}, rounds, lambda so_far: kept.append([*so_far]))
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+    assert kept == [["1"], ["1", "8"]]
+    assert said[:8] == ["repack 1", "pack 1", "pack 1", "repack 1"] * 2
+    for batch in ("1", "8"):
+        rates = [found[batch][f"{way}, tokens a second"]["runs"] for way in WAYS]
+        assert [len(rate) for rate in rates] == [rounds, rounds]
+        ratio = found[batch]["pack to repack"]
+        assert ratio["runs"] == [a / b for a, b in zip(*rates, strict=True)]
+        assert 1.48 < ratio["median"] < 1.52
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 1), (6, 1), (9, 2), (20, 6), (40, 14)])
+def test_the_range_of_a_median_is_that_of_the_sign_test(n: int, k: int) -> None:
+    """k from the tables of the binomial distribution; five values or fewer give no 95 %, so all of them."""
+    values = [float(value) for value in range(1, n + 1)]
+    random.Random(1).shuffle(values)
+    assert vllm_decode.median_range(values) == (k, n + 1 - k)
+
+
+def test_the_range_holds_the_median_as_often_as_it_says() -> None:
+    draw = random.Random(3)
+    samples = ([draw.expovariate(1.0) for _ in range(15)] for _ in range(2000))
+    ranges = [vllm_decode.median_range(sample) for sample in samples]
+    median = 0.6931471805599453
+    held = statistics.mean(low <= median <= high for low, high in ranges)
+    assert 0.94 < held < 0.985  # 15 values: 96.5 %
+
+
+def test_two_engines_are_asked_in_turns_and_end(folder: Path, tmp_path: Path, options: argparse.Namespace) -> None:
+    result = vllm_decode.measure(options, folder, tmp_path)
+    assert result["errors"] == {}
+    assert result["the same tokens, by batch size"] == {"1": True, "8": True}
+    kept = json.loads(options.out.read_text())
+    for batch in ("1", "8"):
+        assert len(kept["batch"][batch]["pack to repack"]["runs"]) == options.rounds
+    log = options.out.with_suffix(".log").read_text()
+    assert all(f"decode-{way}: exit status 0" in log for way in WAYS)
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("REPACK_ENDS", "1")
+    yield
+
+
+@pytest.mark.usefixtures("ends")
+def test_an_engine_that_ends_is_told_and_the_other_one_ended(
+    folder: Path, tmp_path: Path, options: argparse.Namespace
+) -> None:
+    result = vllm_decode.measure(options, folder, tmp_path)
+    assert "batch" not in result and "the same tokens, by batch size" not in result
+    assert list(result["errors"]) == ["the same tokens, by batch size"]
+    log = options.out.with_suffix(".log").read_text()
+    assert "no memory for repacking" in log and "EOFError" in log
+
+
+def test_without_vllm_it_says_so(folder: Path, tmp_path: Path, options: argparse.Namespace) -> None:
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("vllm is installed here")
+    (tmp_path / "vllm.py").unlink()
+    result = vllm_decode.measure(options, folder, tmp_path)
+    assert "No module named 'vllm'" in result["errors"]["the same tokens, by batch size"]
