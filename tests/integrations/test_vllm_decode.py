@@ -19,8 +19,8 @@ from benchmarks import vllm_decode
 from benchmarks.vllm_serve import WAYS
 
 ENGINE = """
-import os, time
-from types import SimpleNamespace as N
+import os, sys, time
+from types import ModuleType, SimpleNamespace as N
 
 class SamplingParams:
     def __init__(self, **known):
@@ -35,6 +35,19 @@ class LLM:
             raise MemoryError("no memory for repacking")
         time.sleep(0.001)
         return [N(outputs=[N(token_ids=[7] * parameters.max_tokens)]) for _ in given]
+
+def graphs(mode, sizes):
+    return N(runtime_mode=N(name=mode), concrete_cudagraph_entries={N1(n): N(cudagraph=N(replay=(mode, n))) for n in sizes})
+
+class N1:
+    def __init__(self, num_tokens):
+        self.num_tokens = num_tokens
+
+from hybrid_pack.runtime import timing
+timing.gpu_seconds = lambda replay, device: 1 / {"FULL": 100}[replay[0]] / replay[1]
+sys.modules["vllm.compilation"] = ModuleType("vllm.compilation")
+module = sys.modules["vllm.compilation.cuda_graph"] = ModuleType("vllm.compilation.cuda_graph")
+module.CUDAGraphWrapper = N(_all_instances=[graphs("PIECEWISE", (1, 2, 8)), graphs("FULL", (1, 2, 8))])
 """
 
 
@@ -59,11 +72,11 @@ def test_ratios_are_taken_round_by_round_and_turns_begin_with_either() -> None:
     pipes = {way: Pipe() for way in WAYS}
 
     def decoder(way: str) -> Any:
-        def decode(batch: int) -> float:
+        def rate(batch: int) -> float:
             said.append(f"{way} {batch}")
-            return speed[way] * batch * 0.99 ** (len(said) // 2)  # both of a round alike
+            return speed[way] * batch * 0.99 ** ((len(said) - 1) // 2)  # both of a round alike
 
-        return decode
+        return dict.fromkeys(vllm_decode.MEASURES, rate)
 
     threads = [Thread(target=vllm_decode.serve, args=(pipes[way][1], decoder(way))) for way in WAYS]
     for thread in threads:
@@ -74,14 +87,12 @@ def test_ratios_are_taken_round_by_round_and_turns_begin_with_either() -> None:
     for thread in threads:
         thread.join(5)
         assert not thread.is_alive()
-    assert kept == [["1"], ["1", "8"]]
+    names = [f"batch {batch}, {measure}" for batch in (1, 8) for measure in vllm_decode.MEASURES]
+    assert kept == [names[: number + 1] for number in range(4)]
     assert said[:8] == ["repack 1", "pack 1", "pack 1", "repack 1"] * 2
-    for batch in ("1", "8"):
-        rates = [found[batch][f"{way}, tokens a second"]["runs"] for way in WAYS]
-        assert [len(rate) for rate in rates] == [rounds, rounds]
-        ratio = found[batch]["pack to repack"]
-        assert ratio["runs"] == [a / b for a, b in zip(*rates, strict=True)]
-        assert 1.48 < ratio["median"] < 1.52
+    for name in names:
+        assert [len(found[name][way]["runs"]) for way in WAYS] == [rounds, rounds]
+        assert found[name]["pack to repack"]["runs"] == pytest.approx([1.5] * rounds)
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 1), (6, 1), (9, 2), (20, 6), (40, 14)])
@@ -106,8 +117,10 @@ def test_two_engines_are_asked_in_turns_and_end(folder: Path, tmp_path: Path, op
     assert result["errors"] == {}
     assert result["the same tokens, by batch size"] == {"1": True, "8": True}
     kept = json.loads(options.out.read_text())
-    for batch in ("1", "8"):
-        assert len(kept["batch"][batch]["pack to repack"]["runs"]) == options.rounds
+    assert len(kept["rates"]) == 4
+    assert all(len(rates["pack to repack"]["runs"]) == options.rounds for rates in kept["rates"].values())
+    for batch in (1, 8):  # the graph of that size, and no piece
+        assert kept["rates"][f"batch {batch}, GPU steps a second"]["pack"]["median"] == pytest.approx(100 * batch)
     log = options.out.with_suffix(".log").read_text()
     assert all(f"decode-{way}: exit status 0" in log for way in WAYS)
 
@@ -123,7 +136,7 @@ def test_an_engine_that_ends_is_told_and_the_other_one_ended(
     folder: Path, tmp_path: Path, options: argparse.Namespace
 ) -> None:
     result = vllm_decode.measure(options, folder, tmp_path)
-    assert "batch" not in result and "the same tokens, by batch size" not in result
+    assert "rates" not in result and "the same tokens, by batch size" not in result
     assert list(result["errors"]) == ["the same tokens, by batch size"]
     log = options.out.with_suffix(".log").read_text()
     assert "no memory for repacking" in log and "EOFError" in log
