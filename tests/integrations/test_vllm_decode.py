@@ -37,7 +37,8 @@ class LLM:
         return [N(outputs=[N(token_ids=[7] * parameters.max_tokens)]) for _ in given]
 
 def graphs(mode, sizes):
-    return N(runtime_mode=N(name=mode), concrete_cudagraph_entries={N1(n): N(cudagraph=N(replay=(mode, n))) for n in sizes})
+    entries = {N1(n): N(cudagraph=N(replay=(mode, n))) for n in sizes}
+    return N(runtime_mode=N(name=mode), concrete_cudagraph_entries=entries)
 
 class N1:
     def __init__(self, num_tokens):
