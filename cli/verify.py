@@ -124,9 +124,9 @@ def _shown(report: VerifyReport, pack: str, as_json: bool) -> int:
     if not report.ok:
         parts = []
         if report.findings:
-            parts.append(f"{report.findings_total} finding(s); first: {report.findings[0]}")
+            parts.append(f"{counted(report.findings_total, 'finding')}; first: {report.findings[0]}")
         if report.unread:
-            parts.append(f"{len(report.unread)} file(s) could not be read; first: {report.unread[0]}")
+            parts.append(f"{counted(len(report.unread), 'file')} could not be read; first: {report.unread[0]}")
         click.echo(plain(f"hybrid-pack: {pack}: {'; '.join(parts)}"), err=True)
         return report.exit_code
     if not as_json:

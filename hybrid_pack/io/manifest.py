@@ -57,7 +57,7 @@ def decode_manifest(text: bytes, where: object) -> Manifest:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else type(document).__name__
         raise DataError("not a hybrid-pack manifest", where=where, expected=f"format {FORMAT!r}", found=repr(found))
-    if document.get("format_version") != FORMAT_VERSION or document["format_version"] is True:
+    if document.get("format_version") != FORMAT_VERSION or type(document["format_version"]) is not int:
         raise DataError(
             "unsupported format_version",
             where=where,

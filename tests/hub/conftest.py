@@ -114,6 +114,12 @@ def good_pack(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
     return root
 
 
+@pytest.fixture(scope="session")
+def other_pack(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer of the same checkpoint, for one rank; for reading only."""
+    return make_pack(small_checkpoint, tmp_path_factory.mktemp("other") / "pack", Topology(1, 1), layers=(3,))
+
+
 @pytest.fixture
 def pack(good_pack: Path, tmp_path: Path) -> Path:
     """A copy to break."""

@@ -16,9 +16,9 @@ from hybrid_pack.hub.pull import STAGING
 from hybrid_pack.hub.staging import open_staging
 from hybrid_pack.io.manifest import MANIFEST
 from tests.hub.conftest import REPO, tree
+from tests.hub.expected import RANK, of_rank
 from tests.hub.server import Hub
 from tests.hub.test_hostile import with_manifest
-from tests.hub.test_pull import RANK, of_rank
 
 SWAPPED = ["out/experts", "out/experts/tp2-ep2/rank-2", f"out/{STAGING}", f"out/{STAGING}/experts", "out"]
 

@@ -11,43 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
 
 from hybrid_pack.cli.main import run
 from hybrid_pack.cli.progress import size
-from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
+from hybrid_pack.errors import EnvironmentFailure, UsageError
 from hybrid_pack.hub import plan_push, pull, push
-from hybrid_pack.io.manifest import MANIFEST, decode_manifest, read_manifest
+from hybrid_pack.io.manifest import MANIFEST, read_manifest
 from hybrid_pack.io.progress import Silent
 from hybrid_pack.sharding import Topology
 from hybrid_pack.synthetic import write_checkpoint
 from hybrid_pack.verify import verify_pack
 from tests.checkpoints import SMALL
 from tests.hub.conftest import REPO, SECRET, Client, tree
+from tests.hub.expected import check_history, on_hub
 from tests.hub.server import LFS_SUFFIXES, Hub
 from tests.verify.conftest import make_pack
-
-ATTRIBUTES = ".gitattributes"
-
-
-def on_hub(hub: Hub, revision: str = "main") -> dict[str, bytes]:
-    files = hub.files(REPO, revision)
-    files.pop(ATTRIBUTES, None)
-    return files
-
-
-def check_history(hub: Hub) -> None:
-    """Whoever takes any commit gets a whole pack, or a repository without a manifest."""
-    for files in hub.repos[REPO].commits.values():
-        if MANIFEST in files:
-            sizes = decode_manifest(files[MANIFEST].data, "a commit").sizes()
-            assert {path: len(files[path].data) for path in sizes if path in files} == sizes
-
-
-@pytest.fixture(scope="module")
-def other_pack(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer of the same checkpoint, for one rank."""
-    return make_pack(small_checkpoint, tmp_path_factory.mktemp("other") / "pack", Topology(1, 1), layers=(3,))
 
 
 def test_a_new_repository(hub: Hub, good_pack: Path, client: Client) -> None:
@@ -423,59 +401,6 @@ def test_no_folder(hub: Hub, tmp_path: Path) -> None:
     assert hub.requests == []
 
 
-FAULTS: dict[str, dict[str, Any]] = {
-    "429": {"status": 429, "headers": {"Retry-After": "11"}},
-    "503 often": {"status": 503, "times": 4},
-    "500": {"status": 500},
-    "cut": {"cut": 20},
-    "answer lost": {"lost": True},
-}
-PLACES = {
-    "look": ("GET", f"/api/models/{REPO}"),
-    "create": ("POST", "/api/repos/create"),
-    "listing": ("GET", "/tree/"),
-    "preupload": ("POST", "/preupload/"),
-    "batch": ("POST", "/objects/batch"),
-    "file": ("PUT", "/lfs/"),
-    "part": ("PUT", r"/lfs/\w+/4"),
-    "complete": ("POST", "/complete"),
-    "verify": ("POST", "/verify"),
-    "commit": ("POST", "/commit/"),
-}
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", FAULTS)
-def test_what_may_pass_is_tried_again(kind: str, place: str, hub: Hub, good_pack: Path, client: Client) -> None:
-    method, path = PLACES[place]
-    fault = hub.fault(method, path, **FAULTS[kind])
-    times = fault.times
-    push(good_pack, REPO)
-    assert fault.met == times
-    assert on_hub(hub) == tree(good_pack)
-    check_history(hub)
-    assert client.waits
-    if kind == "429":
-        assert max(client.waits) >= 11
-
-
-@pytest.mark.parametrize("place", ["preupload", "batch", "part", "complete", "commit"])
-def test_what_does_not_pass_ends_it_and_the_rest_is_sent_later(
-    place: str, hub: Hub, good_pack: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    method, path = PLACES[place]
-    fault = hub.fault(method, path, status=503, times=999)
-    assert run(["push", str(good_pack), REPO]) == 3
-    assert re.search(rf"hybrid-pack: {REPO}: cannot send \((found|expected) ", capsys.readouterr().err.splitlines()[-1])
-    assert MANIFEST not in hub.files(REPO)
-    fault.times = 0
-    before, sent = hub.received_bytes, {oid: len(data) for oid, data in hub.blobs.items()}
-    assert run(["push", str(good_pack), REPO]) == 0
-    assert on_hub(hub) == tree(good_pack)
-    large = sum(len(data) for path, data in tree(good_pack).items() if path.endswith(LFS_SUFFIXES))
-    assert hub.received_bytes - before == large - sum(sent.values()), "what the Hub had is not sent again"
-
-
 class Counter(Silent):
     def __init__(self) -> None:
         self.total = self.before = self.sent = 0
@@ -516,107 +441,3 @@ def test_what_the_hub_had_stored_is_not_counted_as_sent(
     assert run(["push", str(good_pack), REPO]) == 0
     assert "; 0 B went over the network, the Hub had stored the rest before" in capsys.readouterr().out
     assert hub.received_bytes == large_bytes(good_pack)
-
-
-def test_a_file_the_hub_leaves_out_is_noticed(hub: Hub, good_pack: Path) -> None:
-    """A .gitignore of the repository makes huggingface_hub skip files without an error."""
-    hub.ignored.add("tokenizer.json")
-    with pytest.raises(DataError, match=r"tokenizer\.json: the Hub does not have a file that was sent .*\.gitignore"):
-        push(good_pack, REPO)
-
-
-def test_a_pack_that_changes_meanwhile_gets_no_manifest(hub: Hub, good_pack: Path) -> None:
-    """Its bytes went after verify had read them; a manifest would describe others."""
-
-    def hook(method: str, path: str) -> None:
-        if method == "POST" and "/commit/" in path:
-            (good_pack / "tokenizer.json").touch()
-
-    hub.hook = hook
-    with pytest.raises(DataError, match=r"tokenizer\.json: a file of the pack changed while it was sent"):
-        push(good_pack, REPO)
-    hub.hook = lambda method, path: None
-    assert MANIFEST not in hub.files(REPO)
-    push(good_pack, REPO)
-    assert MANIFEST in hub.files(REPO)
-
-
-def test_another_manifest_that_came_meanwhile_is_noticed(hub: Hub, good_pack: Path) -> None:
-    commits: list[str] = []
-
-    def hook(method: str, path: str) -> None:
-        if method == "POST" and "/commit/" in path:
-            commits.append(path)
-        elif method == "GET" and len(commits) == 2:
-            commits.append("other")
-            hub.add(REPO, {MANIFEST: (good_pack / MANIFEST).read_bytes()[::-1]}, whole=False)
-
-    hub.hook = hook
-    with pytest.raises(DataError, match=r"hybrid_pack\.json: another manifest than was sent is on the Hub"):
-        push(good_pack, REPO)
-
-
-@pytest.mark.parametrize("status", [401, 403])
-def test_no_permission(status: int, hub: Hub, good_pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hub.fault("POST", "/api/repos/create", status=status, times=9)
-    assert run(["push", str(good_pack), REPO]) == 3
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert re.search(r"log in with `hf auth login`", line), line
-
-
-@pytest.fixture
-def xet(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    """A Hub with Xet, whose store is hf_xet's own for a local folder."""
-    (tmp_path / "cas").mkdir()
-    hub.cas = f"local://{tmp_path}/cas"
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
-    return hub
-
-
-def test_by_xet_and_back(xet: Hub, good_pack: Path, tmp_path: Path) -> None:
-    """What most users have: hf_xet moves the large files, no LFS upload is made."""
-    done = push(good_pack, REPO)
-    assert on_hub(xet) == tree(good_pack)
-    assert done.files_sent == len(tree(good_pack))
-    assert done.bytes_moved is not None
-    assert done.bytes_moved > 0
-    assert not any(method == "PUT" or "objects/batch" in path for method, path in xet.requests)
-    check_history(xet)
-    xet.sent.clear()
-    pull(REPO, tmp_path / "out", ranks=[2])
-    assert verify_pack(tmp_path / "out", rank=2).ok
-    assert not any(path.endswith(".safetensors") for path in xet.sent), "by Xet, not by HTTP"
-    assert push(good_pack, REPO).files_sent == 0
-
-
-def test_by_xet_and_back_by_http(xet: Hub, good_pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who pulls need not have hf_xet."""
-    push(good_pack, REPO)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    xet.sent.clear()
-    pull(REPO, tmp_path / "out", ranks=[2])
-    assert verify_pack(tmp_path / "out", rank=2).ok
-    assert sum(path.endswith(".safetensors") for path in xet.sent) == 4
-
-
-def test_by_xet_in_many_commits(xet: Hub, good_pack: Path, other_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """huggingface_hub cuts an upload of many files into commits; the manifest is in the last all the same."""
-    from huggingface_hub import _upload_pipeline
-
-    monkeypatch.setattr(_upload_pipeline, "COMMIT_SIZE_SCALE", [3] * 10)
-    push(other_pack, REPO)
-    push(good_pack, REPO, replace=True)
-    assert len(xet.repos[REPO].log) > 6
-    assert on_hub(xet) == tree(good_pack)
-    check_history(xet)
-
-
-def test_wrong_bytes_by_xet(xet: Hub, good_pack: Path, pack: Path, tmp_path: Path) -> None:
-    """Xet brings what was pushed; if that is not what the manifest lists, it is not accepted."""
-    path = next(pack.rglob("rank-2/layer-003.safetensors"))
-    data = path.read_bytes()
-    path.write_bytes(data[:8000] + bytes([data[8000] ^ 1]) + data[8001:])
-    push(pack, REPO)
-    with pytest.raises(DataError, match=r"rank-2/layer-003\.safetensors: arrived wrong twice"):
-        pull(REPO, tmp_path / "out", ranks=[2])
-    assert not (tmp_path / "out" / path.relative_to(pack)).exists()

@@ -93,7 +93,7 @@ def test_what_is_wrong(case: str, hub: Hub, good_pack: Path, capsys: pytest.Capt
     captured = capsys.readouterr()
     assert re.search(rf"WRONG +{message}", captured.out), captured.out
     line = captured.err.splitlines()[-1]
-    assert line.startswith(f"hybrid-pack: {REPO}: 1 finding(s); first: "), line
+    assert line.startswith(f"hybrid-pack: {REPO}: 1 finding; first: "), line
     assert "\x1b" not in captured.out + captured.err
 
 

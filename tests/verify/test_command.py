@@ -49,7 +49,7 @@ def test_unread_files_are_3_and_findings_go_before(pack: Path, monkeypatch: pyte
     assert code == 3
     assert "  UNREAD       LICENSE: could not be read (found Permission denied)\n" in out
     last = err.splitlines()[-1]
-    assert last == f"hybrid-pack: {pack}: 1 file(s) could not be read; first: LICENSE: could not be read " + (
+    assert last == f"hybrid-pack: {pack}: 1 file could not be read; first: LICENSE: could not be read " + (
         "(found Permission denied)"
     )
     flip(pack / "tokenizer.json", 3)
@@ -57,7 +57,7 @@ def test_unread_files_are_3_and_findings_go_before(pack: Path, monkeypatch: pyte
     report = json.loads(out)
     assert (code, report["ok"], len(report["unread"]), report["findings_total"]) == (1, False, 1, 1)
     last = err.splitlines()[-1]
-    assert "1 finding(s); first: tokenizer.json: " in last and "; 1 file(s) could not be read; " in last
+    assert "1 finding; first: tokenizer.json: " in last and "; 1 file could not be read; " in last
 
 
 def test_the_report_is_shown(pack: Path, verify: Run) -> None:
@@ -76,7 +76,7 @@ def test_an_unfinished_conversion(pack: Path, verify: Run) -> None:
     code, out, err = verify(pack)
     assert code == 1
     assert out.count("WRONG") == 1 and "remove" not in out
-    assert "1 finding(s)" in err and err.rstrip().endswith("finish it with convert --resume")
+    assert "1 finding" in err and err.rstrip().endswith("finish it with convert --resume")
 
 
 def test_quick_shows_no_progress(good_pack: Path, small_checkpoint: Path, verify: Run) -> None:

@@ -211,6 +211,7 @@ RULES: list[tuple[str, Edit, str]] = [
     ("another format", lambda d: d.update(format="other"), "not a hybrid-pack manifest.*'other'"),
     ("another version", lambda d: d.update(format_version=2), "unsupported format_version.*expected 1, found 2"),
     ("version true", lambda d: d.update(format_version=True), "unsupported format_version"),
+    ("version real", lambda d: d.update(format_version=1.0), "unsupported format_version"),
     ("an unknown key", lambda d: d["layout"].update(extra=1), r"layout\.extra: Extra inputs are not permitted"),
     ("a missing key", lambda d: d["layout"].pop("activation"), r"layout\.activation: Field required"),
     (
