@@ -10,75 +10,22 @@ import base64
 import hashlib
 import json
 import re
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+from tests.hub.repository import Entry, Files, Repo
+from tests.hub.xet_store import xet_file
 
 PAGE = 7
 """Entries of a page of a listing; small, so that paging is always met."""
 
 LFS_SUFFIXES = (".safetensors", ".bin", ".png")
 PART_BYTES = 200_000
-
-
-def git_sha1(data: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A file of a commit; ``listed_bytes`` is what listings say, right or wrong."""
-
-    data: bytes
-    lfs: bool
-    xet_hash: str | None = None
-    listed_bytes: int | None = None
-
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.data).hexdigest()
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.data) if self.listed_bytes is None else self.listed_bytes
-
-    @property
-    def etag(self) -> str:
-        return self.sha256 if self.lfs else git_sha1(self.data)
-
-    def listing(self, path: str) -> dict[str, Any]:
-        entry: dict[str, Any] = {"type": "file", "path": path, "size": self.nbytes, "oid": git_sha1(self.data)}
-        if self.lfs:
-            entry["lfs"] = {"oid": self.sha256, "size": self.nbytes, "pointerSize": 134}
-        return entry
-
-
-Files = dict[str, Entry]
-
-
-@dataclass
-class Repo:
-    private: bool
-    commits: dict[str, Files] = field(default_factory=dict)
-    branches: dict[str, str] = field(default_factory=dict)
-    log: list[tuple[str, str, list[str]]] = field(default_factory=list)
-    """(branch, title, what it did) of every commit."""
-
-    def commit(self, branch: str, title: str, files: Files, did: list[str]) -> str:
-        oid = hashlib.sha1(f"{len(self.commits)} {branch} {title}".encode()).hexdigest()
-        self.commits[oid] = files
-        self.branches[branch] = oid
-        self.log.append((branch, title, did))
-        return oid
-
-    def find(self, revision: str) -> str | None:
-        return self.branches.get(revision) or (revision if revision in self.commits else None)
 
 
 @dataclass
@@ -109,32 +56,6 @@ class Fault:
     whole: bool = False
     lost: bool = False
     met: int = 0
-
-
-def _xet_hex(raw: bytes) -> str:
-    """How Xet writes a hash: four little-endian numbers."""
-    return "".join(f"{int.from_bytes(raw[i : i + 8], 'little'):016x}" for i in range(0, 32, 8))
-
-
-def xet_file(cas: str, sha256: str) -> tuple[bytes | None, str | None]:
-    """(content, Xet hash) of a file in hf_xet's local store, found by the SHA-256 its metadata has."""
-    import hf_xet
-
-    for shard in Path(cas.removeprefix("local://")).rglob("shards/*.mdb"):
-        data, at = shard.read_bytes(), 48
-        while data[at : at + 32] != b"\xff" * 32:
-            name, flags = data[at : at + 32], int.from_bytes(data[at + 32 : at + 36], "little")
-            count = int.from_bytes(data[at + 36 : at + 40], "little")
-            at += 48 + 48 * count * (2 if flags >> 31 else 1)
-            if flags >> 30 & 1:
-                found, at = data[at : at + 32], at + 48
-                if _xet_hex(found) == sha256:
-                    with tempfile.TemporaryDirectory() as folder:
-                        target = Path(folder) / "file"
-                        with hf_xet.XetSession().new_file_download_group(endpoint=cas) as group:
-                            group.start_download_file(hf_xet.XetFileInfo(_xet_hex(name), None), str(target))
-                        return target.read_bytes(), _xet_hex(name)
-    return None, None
 
 
 class Hub:

@@ -19,7 +19,8 @@ from hybrid_pack.hub.pull import STAGING
 from hybrid_pack.io.digest import blake3_digest
 from hybrid_pack.io.manifest import MANIFEST, encode_manifest
 from tests.hub.conftest import REPO, tree
-from tests.hub.server import Entry, Hub
+from tests.hub.repository import Entry
+from tests.hub.server import Hub
 
 PAYLOAD = b"owned"
 Document = dict[str, Any]

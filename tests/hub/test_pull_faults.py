@@ -24,7 +24,8 @@ from hybrid_pack.io.manifest import MANIFEST
 from hybrid_pack.verify import verify_pack
 from tests.hub.conftest import REPO, Client, child, tree
 from tests.hub.expected import RANK, a_shard, of_rank
-from tests.hub.server import Entry, Hub
+from tests.hub.repository import Entry
+from tests.hub.server import Hub
 
 
 def flip(data: bytes) -> bytes:

@@ -18,7 +18,8 @@ from hybrid_pack.hub import list_files, open_remote, pull, push
 from hybrid_pack.io.manifest import MANIFEST
 from hybrid_pack.io.remote import RemoteFile
 from tests.hub.conftest import REPO, tree
-from tests.hub.server import LFS_SUFFIXES, Entry, Hub
+from tests.hub.repository import Entry
+from tests.hub.server import LFS_SUFFIXES, Hub
 
 SHARD = "experts/tp2-ep2/rank-1/layer-004.safetensors"
 Files = dict[str, Any]
