@@ -43,7 +43,7 @@ class GptqResult:
 
     Attributes:
         codes: u8 [N, K], 0..7.
-        scales: u8 [N, K/32], E4M3 bytes: positive and below 32, or 0 where all 32 weights are zero.
+        scales: u8 [N, K/32], E4M3 bytes below 32; 0 where all 32 weights are zero, or no positive scale serves better.
         error: ``trace((W - Q) H (W - Q)^T)``, undamped Hessian, f64.
         rtn_error: The same for rounding to nearest with, row by row, the better of plain and weighted scales.
         method: ``gptq`` if any row is better with it, else ``rtn``.
@@ -101,8 +101,8 @@ def _row_errors(
 def _pass(weights: torch.Tensor, scales: torch.Tensor, grid: Grid, hessian: PreparedHessian) -> torch.Tensor:
     """u8 [N, K]: codes with error feedback.
 
-    The columns of an all-zero group stay zero: pruned and padded weights have to. What earlier columns would have them
-    make up for is left to the columns after them, as with any other rounding error.
+    The columns of a group with scale zero become zero; pruned and padded weights have to. What earlier columns would
+    have them make up for is left to the columns after them, as with any other rounding error.
 
     Args:
         weights: f32 [N, K].
@@ -115,7 +115,7 @@ def _pass(weights: torch.Tensor, scales: torch.Tensor, grid: Grid, hessian: Prep
     w = weights.T[steps].to(work)  # [K, N]: what is quantised together is contiguous
     scale = grid.scales[scales.T.long()].to(work)  # [K/32, N]
     divisor = torch.where(scale > 0, scale, 1.0)
-    levels, midpoints = grid.levels.to(work), grid.midpoints.to(work)
+    levels, borders = grid.levels.to(work), grid.borders(work)
     codes = torch.empty(w.shape, dtype=torch.int32, device=w.device)
     errors = torch.empty_like(w)  # original weight minus quantised one
     for begin in range(0, k, BLOCK):
@@ -126,7 +126,7 @@ def _pass(weights: torch.Tensor, scales: torch.Tensor, grid: Grid, hessian: Prep
         for i in range(end - begin):
             group, code = order[begin + i] // GROUP, codes[begin + i]
             target = torch.addmv(wanted[i], done[:i].T, inside[i, :i])
-            torch.bucketize(target.div_(divisor[group]), midpoints, out_int32=True, out=code)
+            torch.bucketize(target.div_(divisor[group]), borders, out_int32=True, out=code)
             torch.sub(w[begin + i], levels[code].mul_(scale[group]), out=done[i])
     result = torch.empty_like(codes, dtype=torch.uint8)
     result[steps] = codes.to(torch.uint8)
@@ -171,9 +171,9 @@ def _check_scales(scales: torch.Tensor, weights: torch.Tensor) -> None:
     if int(scales.max()) > LAST_BYTE:
         raise ValueError(f"scales must be E4M3 bytes of at most {LAST_BYTE}, not {int(scales.max())}")
     occupied = (weights.reshape(n, -1, GROUP) != 0).any(2)
-    if not torch.equal(scales > 0, occupied):
-        row, group = ((scales > 0) != occupied).nonzero()[0].tolist()
-        raise ValueError(f"scale zero is for groups of zeros and for no other: row {row} group {group}")
+    if ((scales > 0) & ~occupied).any():
+        row, group = ((scales > 0) & ~occupied).nonzero()[0].tolist()
+        raise ValueError(f"groups of zeros have scale zero: not row {row} group {group}")
 
 
 def quantize_prepared(
@@ -191,6 +191,7 @@ def quantize_prepared(
         hessian: From ``prepare_hessian``; its device is where the work is done.
         levels: Eight, ascending.
         scales: u8 [N, K/32]: stay within these, and measure against rounding to nearest with these; chosen if None.
+            Zero is legal for any group, and a group of zeros must have it.
         where: Named in errors.
 
     Raises:

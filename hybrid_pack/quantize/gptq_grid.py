@@ -34,7 +34,7 @@ class Grid:
 
     Attributes:
         levels: f64 [8], ascending.
-        midpoints: f64 [7]; a value at a midpoint gets the lower level.
+        midpoints: f64 [7], between neighbours.
         scales: f64 [LAST_BYTE + 1], by E4M3 byte; the first is zero.
         thresholds: f64 [T], ascending: every positive scale times every midpoint.
         squares: f64 [T + 1, LAST_BYTE]: (level * scale)^2 by interval of thresholds and scale.
@@ -48,10 +48,19 @@ class Grid:
     squares: torch.Tensor
     values: torch.Tensor
 
+    def borders(self, dtype: torch.dtype) -> torch.Tensor:
+        """[7]: a value above number i gets a level above number i.
+
+        A value midway gets the level nearer zero, and zero itself the one above it, as in ``book``.
+        """
+        middles, tiny = self.midpoints.to(dtype), torch.finfo(dtype).tiny
+        below = torch.nextafter(middles, torch.full_like(middles, -torch.inf)).clamp(max=-tiny)
+        return torch.where(middles > 0, middles, below)
+
     @property
     def zero_code(self) -> int:
-        """Code of a weight of zero by the ordinary rounding; all-zero groups hold it."""
-        return int(torch.bucketize(torch.zeros((), dtype=torch.float64), self.midpoints.cpu()))
+        """Code of a weight of zero by the ordinary rounding; groups with scale zero hold it."""
+        return int(torch.bucketize(torch.zeros((), dtype=torch.float64), self.borders(torch.float64).cpu()))
 
 
 def make_grid(levels: Sequence[float], device: torch.device) -> Grid:
@@ -81,8 +90,9 @@ def make_grid(levels: Sequence[float], device: torch.device) -> Grid:
 def search_scales(weights: torch.Tensor, importance: torch.Tensor | None, grid: Grid) -> torch.Tensor:
     """For each group the scale that minimises ``sum_k importance[k] * (w[k] - nearest(w[k]))^2``, of all legal ones.
 
-    A group whose weights are all zero gets scale byte 0, any other a positive scale. A group without any importance is
-    searched as if all its columns were equal. Of scales with equal loss the smallest is taken.
+    Scale zero is one of them: it loses the whole group, and is taken where no positive scale has a smaller loss, as in
+    groups of zeros and in those far below the smallest scale. A group without any importance is searched as if all its
+    columns were equal. Of scales with equal loss the smallest is taken.
 
     Args:
         weights: f32 [N, K] on the grid's device.
@@ -106,13 +116,13 @@ def search_scales(weights: torch.Tensor, importance: torch.Tensor | None, grid: 
         interval = torch.bucketize(w, grid.thresholds)
         loss = F.embedding_bag(interval, grid.squares, mode="sum", per_sample_weights=h)
         loss -= 2 * F.embedding_bag(interval, grid.values, mode="sum", per_sample_weights=h * w)
-        best = (loss.argmin(1) + FIRST_BYTE).to(torch.uint8)
-        result[begin : begin + step] = best * (w != 0).any(1)
+        least, best = loss.min(1)  # h * w^2 is left out, so that the loss of scale zero is 0
+        result[begin : begin + step] = torch.where(least < 0, best + FIRST_BYTE, 0)
     return result.reshape(n, k // GROUP)
 
 
 def round_to(weights: torch.Tensor, scales: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Round to nearest: u8 [N, K] codes; all-zero groups get ``grid.zero_code``.
+    """Round to nearest: u8 [N, K] codes; groups with scale zero get ``grid.zero_code``.
 
     Args:
         weights: f32 [N, K].
@@ -120,8 +130,8 @@ def round_to(weights: torch.Tensor, scales: torch.Tensor, grid: Grid) -> torch.T
         grid: From ``make_grid``.
     """
     factor = grid.scales[scales.long()].repeat_interleave(GROUP, dim=1)
-    codes = torch.bucketize(weights / torch.where(factor > 0, factor, 1.0), grid.midpoints, out_int32=True)
-    return codes.to(torch.uint8)
+    ratio = torch.where(factor > 0, weights / factor, 0.0)
+    return torch.bucketize(ratio, grid.borders(torch.float64), out_int32=True).to(torch.uint8)
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, grid: Grid) -> torch.Tensor:

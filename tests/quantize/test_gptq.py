@@ -32,7 +32,7 @@ def check(result: GptqResult, weights: torch.Tensor, hessian: torch.Tensor, give
     assert result.codes.shape == (n, k) and result.scales.shape == (n, k // 32)
     assert int(result.codes.max()) <= 7 and int(result.scales.max()) <= LAST_BYTE
     occupied = (weights.reshape(n, -1, 32) != 0).any(2)
-    assert torch.equal(result.scales > 0, occupied)
+    assert not (result.scales > 0)[~occupied].any()
     assert result.error <= result.rtn_error
     assert result.method == ("gptq" if result.gptq_rows else "rtn")
     w, h = weights.numpy(), hessian.numpy()
@@ -218,6 +218,16 @@ def test_zero_groups_stay_zero_and_pass_feedback_on() -> None:
     assert within.error == pytest.approx(reference.error(weights.numpy(), expected.values, hessian.numpy()), rel=1e-6)
 
 
+def test_scale_zero_is_legal_for_any_group_and_means_zero() -> None:
+    weights, hessian = made_weights(6, 160), hessian_of(autoregressive(512, 160, 0.95))
+    scales = chosen_scales(weights, hessian)
+    scales[:, 1], scales[3] = 0, 0
+    result = gptq_nf3(weights, hessian, DEFAULT_LEVELS, scales=scales)
+    check(result, weights, hessian, scales)
+    assert result.gptq_rows and not result.error > reference.error(weights.numpy(), np.zeros((6, 160)), hessian.numpy())
+    assert set(result.codes[:, 32:64].flatten().tolist()) == set(result.codes[3].tolist()) == {GRID.zero_code}
+
+
 def test_channels_without_input_are_rounded_to_nearest() -> None:
     x = autoregressive(512, 128, 0.9)
     dead = [0, 5, 64, 127]
@@ -297,8 +307,7 @@ def good_scales() -> torch.Tensor:
         (torch.ones(4, 64), {"scales": good_scales()[:3]}, ValueError, r"uint8 \[4, 2\], not torch.uint8 \[3, 2\]"),
         (torch.ones(4, 64), {"scales": good_scales().int()}, ValueError, r"uint8 \[4, 2\], not torch.int32"),
         (torch.ones(4, 64), {"scales": good_scales() + 56}, ValueError, "at most 95, not 96"),
-        (torch.ones(4, 64), {"scales": good_scales() - 40}, ValueError, "for no other: row 0 group 0"),
-        (torch.zeros(4, 64), {"scales": good_scales()}, ValueError, "for no other: row 0 group 0"),
+        (torch.zeros(4, 64), {"scales": good_scales()}, ValueError, "have scale zero: not row 0 group 0"),
         (torch.ones(4, 64), {"levels": (0, 1)}, ValueError, "eight finite ascending numbers"),
     ],
 )  # fmt: skip

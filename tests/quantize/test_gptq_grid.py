@@ -63,8 +63,36 @@ def test_zero_groups_get_scale_zero_and_one_code() -> None:
     weights[0, 32] = 1e-30  # not zero, however small
     weights[1, :32] = -0.0
     scales = search_scales(weights, None, grid)
-    assert scales.tolist() == [[0, 1], [0, 0]]
-    assert set(round_to(weights, scales, grid)[1].tolist()) == {grid.zero_code} == {3}
+    assert scales.tolist() == [[0, 0], [0, 0]]
+    weights[1] = 0.3  # lost with its group
+    assert set(round_to(weights, scales, grid).flatten().tolist()) == {grid.zero_code} == {4}
+
+
+def test_scale_zero_where_the_smallest_is_no_better() -> None:
+    """A group of one small weight: what the smallest scale makes of the other 31, which are zero, costs more."""
+    weights = torch.zeros(3, 32)
+    weights[:, 5] = torch.tensor([1e-4, 2e-3, 2.0])
+    scales = search_scales(weights, None, make_grid(DEFAULT_LEVELS, CPU)).flatten().tolist()
+    assert scales[0] == 0 and scales[2] > 0
+    assert search_scales(weights, None, make_grid(UNEVEN, CPU)).flatten().tolist()[1] > 0  # it has a level zero
+    important = torch.full((32,), 1e-6, dtype=torch.float64)
+    important[5] = 1
+    assert search_scales(weights, important, make_grid(DEFAULT_LEVELS, CPU)).flatten().tolist()[1] > 0
+
+
+@pytest.mark.parametrize("levels", [DEFAULT_LEVELS, UNEVEN], ids=["default", "uneven"])
+def test_a_tie_goes_to_the_level_nearer_zero_and_zero_above_it(levels: tuple[float, ...]) -> None:
+    grid = make_grid(levels, CPU)
+    middles = grid.midpoints.float()  # not all of them exact: those that are, are ties
+    weights = torch.zeros(1, 32)
+    weights[0, :7] = middles
+    codes = round_to(weights, torch.tensor([[56]], dtype=torch.uint8), grid)[0]  # scale 1
+    for i, middle in enumerate(middles.tolist()):
+        below, above = middle - levels[i], levels[i + 1] - middle
+        tie = i if middle > 0 else i + 1
+        assert int(codes[i]) == (i if below < above else i + 1 if above < below else tie)
+    assert int(codes[7]) == grid.zero_code
+    assert levels[grid.zero_code] == min(level for level in levels if level >= 0)
 
 
 def test_a_group_without_importance_is_searched_all_the_same() -> None:
