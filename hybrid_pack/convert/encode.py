@@ -204,7 +204,10 @@ class Encoder:
         return total
 
     def _add_signals(self, one: _One, given: list[_Given], encoding: Encoding) -> None:
-        """The error is of the whole expert: matrices that were moved or cast beside quantised ones have none."""
+        """The error is told of the whole expert: the weights of matrices that were moved or cast are part of it.
+
+        What they lose where a device's scale byte does not hold a scale, the packer measures: it chooses these bytes.
+        """
         assert encoding.stats is not None
         for each, part in zip(given, encoding.parts, strict=True):
             if not part.made:

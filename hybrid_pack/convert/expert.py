@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_pack.convert.encode import Encoding, Part
-from hybrid_pack.convert.scales import Counts, ScaleStats, check_scales, choose
+from hybrid_pack.convert.moved import moved_error
+from hybrid_pack.convert.scales import Counts, MatrixScales, ScaleStats, check_scales, choose
 from hybrid_pack.io.checkpoint import Expert
 from hybrid_pack.io.output import aligned_buffer
 from hybrid_pack.io.reader import TensorReader
@@ -20,6 +21,13 @@ from hybrid_pack.layouts.scales import BlockScales, count_scale_bytes
 from hybrid_pack.layouts.shard import MATRICES, RankGeometry, Tier
 
 Buffer = NDArray[np.uint8]
+
+Groups = Mapping[str, list[Part]]
+Slices = Mapping[str, list[tuple[Rows, Rows]]]
+RankCounts = Mapping[str, list[Counts]]
+Chosen = Mapping[str, MatrixScales]
+"""By device matrix: its parts; of one rank, each part's codes and scales, how often its scale bytes occur, and what
+becomes of them."""
 
 
 def _aligned(nbytes: int) -> int:
@@ -35,12 +43,15 @@ class PackedRank:
         global_scales: Of w13 and w2.
         stats: What happened to the scales of matrices that were moved or cast.
         made: What happened to those that were quantised.
+        moved_error: Sum of (w - q)^2 over the matrices of an expert with quantised ones that were moved, on all ranks
+            together; 0 where nothing was quantised.
     """
 
     rows: Mapping[str, Buffer]
     global_scales: Mapping[str, float]
     stats: ScaleStats
     made: ScaleStats
+    moved_error: float = 0.0
 
 
 class ExpertPacker:
@@ -93,8 +104,30 @@ class ExpertPacker:
         for name, parts in groups.items():
             for i, part in enumerate(parts):
                 check_scales(part, np.sum([ours[name][i] for ours in counts], axis=0), where)
+        chosen = [
+            {
+                name: choose([p.format for p in parts], ours[name], [p.second for p in parts])
+                for name, parts in groups.items()
+            }
+            for ours in counts
+        ]
+        error = self._moved_error(groups, slices, counts, chosen) if expert.stats is not None else 0.0
         for tp_rank in range(self._tp):
-            yield self._pack_rank(groups, slices[tp_rank], counts[tp_rank], self._padding_groups(expert, tp_rank))
+            padding = self._padding_groups(expert, tp_rank)
+            yield self._pack_rank(groups, slices[tp_rank], chosen[tp_rank], padding, error)
+
+    @staticmethod
+    def _moved_error(
+        groups: Groups, slices: Sequence[Slices], counts: Sequence[RankCounts], chosen: Sequence[Chosen]
+    ) -> float:
+        """Of all ranks; see ``PackedRank``."""
+        return math.fsum(
+            moved_error(part, *rows[name][i], count[name][i], scales[name].tables[i], scales[name].global_scale)
+            for rows, count, scales in zip(slices, counts, chosen, strict=True)
+            for name, parts in groups.items()
+            for i, part in enumerate(parts)
+            if not part.made
+        )
 
     def _padding_groups(self, expert: Encoding, tp_rank: int) -> int:
         """Groups of a rank's share of each matrix that are no groups of the source; MXFP4 has no scale for them."""
@@ -105,10 +138,11 @@ class ExpertPacker:
 
     def _pack_rank(
         self,
-        groups: Mapping[str, list[Part]],
-        slices: Mapping[str, list[tuple[Rows, Rows]]],
-        counts: Mapping[str, list[Counts]],
+        groups: Groups,
+        slices: Slices,
+        chosen: Chosen,
         padding: int,
+        moved_error: float,
     ) -> PackedRank:
         form = groups["w2"][0].format
         tier: Tier = "tail" if form.name == "nf3" else "kept"
@@ -119,17 +153,16 @@ class ExpertPacker:
         for name in MATRICES:
             n, k = self._geometry.size(name)
             codes = self._geometry.codes(tier, name)
-            chosen = choose([p.format for p in groups[name]], counts[name], [p.second for p in groups[name]])
             first_row = 0
-            for (code_rows, scale_rows), table in zip(slices[name], chosen.tables, strict=True):
+            for (code_rows, scale_rows), table in zip(slices[name], chosen[name].tables, strict=True):
                 codes.pack_rows(code_rows, n, k, first_row, rows[name].view(np.uint32))
                 scales.pack_rows(scale_rows, n, k, first_row, table.device, rows[f"{name}_scale"])
                 first_row += code_rows.count
-            global_scales[name] = chosen.global_scale
-            for part, own in zip(groups[name], chosen.stats, strict=True):
+            global_scales[name] = chosen[name].global_scale
+            for part, own in zip(groups[name], chosen[name].stats, strict=True):
                 own.zero -= padding
                 (made if part.made else stats).add(own)
-        return PackedRank(rows, global_scales, stats, made)
+        return PackedRank(rows, global_scales, stats, made, moved_error)
 
     def _rows(self, tier: Tier, scales: BlockScales) -> dict[str, Buffer]:
         """Page-aligned parts of the reused output buffer, one for each tensor's row."""

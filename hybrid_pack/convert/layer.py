@@ -53,7 +53,7 @@ class ShardFile:
             self._cast.add(expert)
         self._stats[expert] = packed.stats
         if encoding.stats is not None:
-            self._quantized[expert] = quantized_record(encoding, packed.made)
+            self._quantized[expert] = quantized_record(encoding, packed)
 
     def finish(self, journal: Journal) -> None:
         """Write the small tensors and the header, make all durable, record it, give it its name."""
@@ -170,19 +170,19 @@ class LayerJob:
             file.discard()
 
 
-def quantized_record(encoding: Encoding, packed: ScaleStats) -> Record:
+def quantized_record(encoding: Encoding, packed: PackedRank) -> Record:
     """What the journal remembers of a quantised expert: of all of it, but for the groups that are zero, this rank's."""
     stats = encoding.stats
     assert stats is not None
     return {
         "sources": sorted({part.matrix.format.name for part in encoding.parts}),
         "signal": stats.signal,
-        "error": stats.error,
+        "error": stats.error + packed.moved_error,
         "on_hessians": [encoding.on_hessians.gptq, encoding.on_hessians.rtn],
         "groups": stats.groups,
         "subnormal": stats.subnormal,
         "saturated": stats.saturated,
-        "zero": packed.zero,
+        "zero": packed.made.zero,
     }
 
 

@@ -26,6 +26,7 @@ from hybrid_pack.verify.quantised import (
     Quality,
     can_be_cast,
     check_part,
+    moved_error,
     nvfp4_seconds,
     stored_bytes,
     used_groups,
@@ -65,6 +66,10 @@ class Counts:
         """Count weights that were moved beside quantised ones."""
         quality = self.quality.setdefault((layer, expert), Quality())
         quality.sums[0] += float(np.square(weights, dtype=np.float64).sum())
+
+    def add_error(self, layer: int, expert: int, error: float) -> None:
+        """Count what the scales of weights that were moved beside quantised ones lost."""
+        self.quality.setdefault((layer, expert), Quality()).sums[1] += error
 
     def add(self, other: Counts) -> None:
         """Add another's."""
@@ -377,6 +382,9 @@ class LayerComparison:
         self._codes(one.packed.path, place, part.codes, codes[: part.codes.shape[0], : part.codes.shape[1]])
         device = device[: part.scales.shape[0], : part.scales.shape[1]]
         self._scales(one.packed.path, place, part, device, one.packed.global_scale, error, one.counts)
+        if one.method is not None and part.form.name != "nf3":
+            rule = scale_rule(part.form, part.second, one.packed.global_scale, error)
+            one.counts.add_error(self.layer, one.expert, moved_error(part.codes, part.scales, device, rule))
 
     def _cast(self, one: Matter, ours: list[Given], stored: StoredExpert) -> None:
         """MXFP4 in a tier of NVFP4: the same codes, and scales that mean the same."""

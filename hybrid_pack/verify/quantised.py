@@ -13,6 +13,7 @@ from hybrid_pack.formats import e4m3, nf3
 from hybrid_pack.io.weights import NativeRows
 from hybrid_pack.layouts import scale_bytes
 from hybrid_pack.verify.quality import FP4_LEVELS, ScaleLadder, examine, mxfp4_ladder, nf3_ladder, nvfp4_ladder
+from hybrid_pack.verify.scale_rules import ScaleRule
 from hybrid_pack.verify.stored import F32, U8
 
 NVFP4_LARGEST = 6.0 * 256.0
@@ -80,6 +81,22 @@ class Fault:
 def used_groups(codes: U8) -> NDArray[np.bool_]:
     """bool [N, K/32]: groups of E2M1 codes u8 [N, K/2] with one that is not zero."""
     return np.asarray((codes.reshape(len(codes), -1, 16) & 0x77).any(axis=2))
+
+
+def moved_error(codes: U8, stored: U8, device: U8, rule: ScaleRule) -> float:
+    """Sum of squared differences of E2M1 weights that were moved with scales the device rounds, flushes or saturates.
+
+    Args:
+        codes: u8 [R, K/2], the source's.
+        stored: u8 [R, groups], the source's scale bytes.
+        device: u8 [R, groups], the pack's.
+        rule: Of both; a device byte that is wrong is found elsewhere, and not counted here.
+    """
+    change = np.where(rule.right[stored, device], rule.device_values[device] - rule.values[stored], 0.0)
+    rows, groups = np.nonzero(change)
+    here = codes.reshape(*stored.shape, -1)[rows, groups]
+    squares = FP4_LEVELS.astype(np.float64) ** 2
+    return float((change[rows, groups, None] ** 2 * (squares[here & 15] + squares[here >> 4])).sum())
 
 
 def can_be_cast(matrices: Sequence[NativeRows]) -> bool:
