@@ -240,7 +240,11 @@ def plan_text(plan: Plan, needs: Resources, found: Survey, out: Path) -> str:
 def report_lines(report: Report) -> list[str]:
     """What conversion met that a person should know."""
     zero = report.groups_zero_scale
-    return [f"{counted(zero, 'group')} with scale zero, kept exactly zero"] * bool(zero) + [*differences(report)]
+    warnings = [note for note in report.notes if note.startswith("WARNING")]
+    return [f"{counted(zero, 'group')} with scale zero, kept exactly zero"] * bool(zero) + [
+        *differences(report),
+        *warnings,
+    ]
 
 
 def conversion_json(done: Conversion, out: Path) -> dict[str, Any]:

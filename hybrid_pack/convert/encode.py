@@ -34,6 +34,8 @@ GPU_ROWS = 1 << 12
 CAST_LOWEST_EXPONENT = -6
 """Of a block scale when MXFP4 becomes NVFP4: beside the largest, 2^8, the device flushes what is below 2^-6."""
 
+ROLES = ("gate", "up", "down")
+
 TARGETS: Mapping[str, SourceFormat] = {"nvfp4": NVFP4, "mxfp4": MXFP4, "nf3": NF3}
 
 
@@ -47,7 +49,7 @@ class Part:
         codes: Stored rows of packed codes.
         scales: Stored rows of block scales.
         second: NVFP4's second-level scale; 1.0 where there is none.
-        made: Whether it was quantised here.
+        stats: What quantising it came to; None if it was moved or cast.
     """
 
     matrix: Matrix
@@ -55,7 +57,17 @@ class Part:
     codes: Rows
     scales: Rows
     second: float
-    made: bool = False
+    stats: QuantStats | None = None
+
+    @property
+    def made(self) -> bool:
+        """Whether it was quantised here."""
+        return self.stats is not None
+
+    @property
+    def lost(self) -> bool:
+        """Whether quantising left nothing but zeros of weights that were not all zero."""
+        return self.stats is not None and self.stats.signal > 0 and self.stats.zero == self.stats.groups
 
 
 @dataclass
@@ -80,6 +92,11 @@ class Encoding:
     def parts(self) -> list[Part]:
         """Gate, up, down; those there are."""
         return [*self.w13, *self.w2]
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What each of them is."""
+        return ROLES[-len(self.parts) :]
 
 
 class Encoder:
@@ -150,7 +167,7 @@ class Encoder:
             stats = self._quantize(one, name, each, common, codes, scales, encoding)
             encoding.stats = encoding.stats or QuantStats()
             encoding.stats.add(stats)
-            parts.append(Part(each.matrix, one.target, Rows.of(codes), Rows.of(scales), common, made=True))
+            parts.append(Part(each.matrix, one.target, Rows.of(codes), Rows.of(scales), common, stats))
         return parts
 
     def _second(self, one: _One, given: list[_Given]) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_pack.convert.encode import Encoding, Part
-from hybrid_pack.convert.moved import moved_error
+from hybrid_pack.convert.moved import all_flushed, moved_error
 from hybrid_pack.convert.scales import Counts, MatrixScales, ScaleStats, check_scales, choose
 from hybrid_pack.io.checkpoint import Expert
 from hybrid_pack.io.output import aligned_buffer
@@ -45,13 +45,15 @@ class PackedRank:
         made: What happened to those that were quantised.
         moved_error: Sum of (w - q)^2 over the matrices of an expert with quantised ones that were moved, on all ranks
             together; 0 where nothing was quantised.
+        lost: Roles of the expert's matrices that are nothing but zeros on all ranks, and were not in the source.
     """
 
     rows: Mapping[str, Buffer]
     global_scales: Mapping[str, float]
     stats: ScaleStats
     made: ScaleStats
-    moved_error: float = 0.0
+    moved_error: float
+    lost: tuple[str, ...]
 
 
 class ExpertPacker:
@@ -111,10 +113,22 @@ class ExpertPacker:
             }
             for ours in counts
         ]
+        lost = self._lost(expert, counts, chosen)
         error = self._moved_error(groups, slices, counts, chosen) if expert.stats is not None else 0.0
         for tp_rank in range(self._tp):
             padding = self._padding_groups(expert, tp_rank)
-            yield self._pack_rank(groups, slices[tp_rank], chosen[tp_rank], padding, error)
+            packed = self._pack_rank(groups, slices[tp_rank], chosen[tp_rank], padding)
+            yield PackedRank(*packed, error, lost)
+
+    @staticmethod
+    def _lost(expert: Encoding, counts: Sequence[RankCounts], chosen: Sequence[Chosen]) -> tuple[str, ...]:
+        """See ``PackedRank``."""
+        places = [*(("w13", i) for i in range(len(expert.w13))), ("w2", 0)]
+        return tuple(
+            role
+            for role, part, (name, i) in zip(expert.roles, expert.parts, places, strict=True)
+            if part.lost or all_flushed([ours[name][i] for ours in counts], [ours[name].tables[i] for ours in chosen])
+        )
 
     @staticmethod
     def _moved_error(
@@ -142,8 +156,8 @@ class ExpertPacker:
         slices: Slices,
         chosen: Chosen,
         padding: int,
-        moved_error: float,
-    ) -> PackedRank:
+    ) -> tuple[Mapping[str, Buffer], Mapping[str, float], ScaleStats, ScaleStats]:
+        """The first four of ``PackedRank``."""
         form = groups["w2"][0].format
         tier: Tier = "tail" if form.name == "nf3" else "kept"
         scales = BlockScales(form.group)
@@ -162,7 +176,7 @@ class ExpertPacker:
             for part, own in zip(groups[name], chosen[name].stats, strict=True):
                 own.zero -= padding
                 (made if part.made else stats).add(own)
-        return PackedRank(rows, global_scales, stats, made, moved_error)
+        return rows, global_scales, stats, made
 
     def _rows(self, tier: Tier, scales: BlockScales) -> dict[str, Buffer]:
         """Page-aligned parts of the reused output buffer, one for each tensor's row."""

@@ -9,7 +9,7 @@ from hybrid_pack._version import __version__
 from hybrid_pack.convert.card import write_card
 from hybrid_pack.convert.files import refuse_links
 from hybrid_pack.convert.journal import Journal, Record
-from hybrid_pack.convert.quantized import quantized_tiers
+from hybrid_pack.convert.quantized import lost_notes, quantized_tiers
 from hybrid_pack.io.digest import blake3_digest, shard_digest
 from hybrid_pack.io.manifest import BASE_INDEX, MANIFEST, ROW_TENSORS, decode_manifest, encode_manifest
 from hybrid_pack.io.output import PARTIAL, make_folder, write_small
@@ -79,7 +79,7 @@ def _report(plan: Plan, records: dict[str, Record]) -> Record:
         "experts_quantized": quantized_tiers(plan, records),
         "options": plan.options,
         "layers_omitted": list(plan.omitted),
-        "notes": [_text(note) for note in plan.notes],
+        "notes": [_text(note) for note in (*plan.notes, *lost_notes(plan, records))],
     }
 
 

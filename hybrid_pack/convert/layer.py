@@ -38,6 +38,7 @@ class ShardFile:
         self._stats: dict[int, ScaleStats] = {}
         self._quantized: dict[int, Record] = {}
         self._cast: set[int] = set()
+        self._lost: dict[int, list[str]] = {}
         self._recorded = False
 
     def put(self, expert: int, packed: PackedRank, encoding: Encoding) -> None:
@@ -51,6 +52,8 @@ class ShardFile:
             self._globals[f"{tier}.{key}_global_scale"][row] = value
         if encoding.cast:
             self._cast.add(expert)
+        if packed.lost:
+            self._lost[expert] = list(packed.lost)
         self._stats[expert] = packed.stats
         if encoding.stats is not None:
             self._quantized[expert] = quantized_record(encoding, packed)
@@ -88,6 +91,7 @@ class ShardFile:
             "saturated": total.saturated,
             "requantized": {str(e): s.worst_error for e, s in sorted(self._stats.items()) if s.worst_error > 0},
             "cast": sorted(self._cast),
+            "lost": {str(e): roles for e, roles in sorted(self._lost.items())},
             "quantized": {str(e): record for e, record in sorted(self._quantized.items())},
         }
 
@@ -178,6 +182,11 @@ def quantized_record(encoding: Encoding, packed: PackedRank) -> Record:
         "sources": sorted({part.matrix.format.name for part in encoding.parts}),
         "signal": stats.signal,
         "error": stats.error + packed.moved_error,
+        "matrices": {
+            role: [part.stats.signal, part.stats.error]
+            for role, part in zip(encoding.roles, encoding.parts, strict=True)
+            if part.stats is not None and not part.lost
+        },
         "on_hessians": [encoding.on_hessians.gptq, encoding.on_hessians.rtn],
         "groups": stats.groups,
         "subnormal": stats.subnormal,

@@ -1,15 +1,20 @@
-"""What quantising came to, for the manifest: by layer and tier, from the records of finished files."""
+"""What quantising came to, for the manifest: by layer and tier, and what was lost, from finished files' records."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 
+from hybrid_pack.convert.encode import ROLES
 from hybrid_pack.convert.journal import Record
+from hybrid_pack.io.declared import BAD_DB
 from hybrid_pack.plan import Plan
 
 DECIMALS = 3
 """Of an SQNR in dB."""
+
+NAMED = 6
+"""Places a warning names."""
 
 
 def sqnr_db(signal: float, error: float) -> float | None:
@@ -17,6 +22,42 @@ def sqnr_db(signal: float, error: float) -> float | None:
     if error <= 0:
         return None
     return round(10 * math.log10(signal / error), DECIMALS) if signal > 0 else 0.0
+
+
+def lost_notes(plan: Plan, records: Mapping[str, Record]) -> list[str]:
+    """Warnings of matrices that are lost, or nearly, in experts whose own SQNR hides it.
+
+    An expert's SQNR is of all its weights together, and small ones hardly count in it; but without its up matrix it
+    gives nothing.
+    """
+    lost: set[tuple[int, int, int, str]] = set()
+    weak: dict[tuple[int, int, int, str], float] = {}
+    for shard in plan.shards:
+        record = records[shard.path]
+        for text, roles in record.get("lost", {}).items():  # a journal of an earlier version has none
+            lost |= {(shard.layer, int(text), ROLES.index(role), role) for role in roles}
+        for text, quantized in record["quantized"].items():
+            whole = sqnr_db(quantized["signal"], quantized["error"])
+            for role, sums in quantized.get("matrices", {}).items():
+                own = sqnr_db(*sums)
+                if own is not None and own < BAD_DB and (whole is None or whole >= BAD_DB):
+                    weak[shard.layer, int(text), ROLES.index(role), role] = own
+    notes = []
+    if lost:
+        what = _named([f"layer {layer} expert {expert} {role}" for layer, expert, _, role in sorted(lost)])
+        number = "1 matrix is" if len(lost) == 1 else f"{len(lost):,} matrices are"
+        notes.append(f"WARNING: {number} all zero in the pack and not in the source, below the least scale: {what}")
+    if weak:
+        what = _named([f"layer {at[0]} expert {at[1]} {at[3]} ({db:.2f} dB)" for at, db in sorted(weak.items())])
+        number = "1 matrix" if len(weak) == 1 else f"{len(weak):,} matrices"
+        notes.append(f"WARNING: {number} below {BAD_DB:g} dB, which the SQNR of the whole expert hides: {what}")
+    return notes
+
+
+def _named(places: list[str]) -> str:
+    """The first few of them, and how many more."""
+    more = f" and {len(places) - NAMED:,} more" if len(places) > NAMED else ""
+    return ", ".join(places[:NAMED]) + more
 
 
 def quantized_tiers(plan: Plan, records: Mapping[str, Record]) -> list[Record]:

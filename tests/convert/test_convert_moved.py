@@ -26,7 +26,7 @@ from tests.convert.test_convert_sources import BASE, differences
 
 PREFIX = "model.layers.1.mlp.experts"
 NVFP4 = replace(BASE, stored=("nvfp4", "nvfp4", "bf16"), mix_matrices=True, num_experts=3, kept=3)
-"""Gate and up NVFP4, down BF16."""
+"""Gate and up of expert 0 NVFP4, down BF16; of the others in turn."""
 UNEQUAL = replace(NVFP4, second_scale="unequal")
 MXFP4 = replace(NVFP4, stored=("mxfp4", "mxfp4", "bf16"))
 
