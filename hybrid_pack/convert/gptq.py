@@ -81,13 +81,15 @@ class HessianAtHand:
         pack_codes(result.codes.cpu().numpy(), codes)
         scales[:] = result.scales.cpu().numpy()
         values = np.nan_to_num(e4m3.VALUES)[scales]
-        stats = QuantStats(groups=scales.size, zero=int((values == 0).sum()))
+        stats = QuantStats(groups=scales.size, saturated=result.saturated)
         stats.subnormal = int(((values > 0) & (values < SMALLEST_NORMAL)).sum())
         book = np.asarray(levels)
         for row, value, code in zip(weights, values, result.codes.cpu().numpy(), strict=True):
             exact = row.astype(np.float64)
             stats.signal += float(exact @ exact)
-            error = exact - book[code] * np.repeat(value, GROUP)
+            found = book[code] * np.repeat(value, GROUP)
+            stats.zero += int((~found.reshape(-1, GROUP).any(axis=1)).sum())
+            error = exact - found
             stats.error += float(error @ error)
         return stats, HessianErrors(result.error, result.rtn_error)
 

@@ -27,7 +27,7 @@ import torch
 
 from hybrid_pack.errors import DataError
 from hybrid_pack.formats.nf3 import GROUP
-from hybrid_pack.quantize.gptq_grid import LAST_BYTE, Grid, decode, make_grid, round_to, search_scales
+from hybrid_pack.quantize.gptq_grid import LAST_BYTE, Grid, decode, make_grid, round_to, saturated, search_scales
 from hybrid_pack.quantize.gptq_hessian import PreparedHessian, prepare_hessian
 
 BLOCK = 128
@@ -48,6 +48,8 @@ class GptqResult:
         rtn_error: The same for rounding to nearest with, row by row, the better of plain and weighted scales.
         method: ``gptq`` if any row is better with it, else ``rtn``.
         gptq_rows: How many rows are.
+        saturated: Groups that would have taken a scale above the largest legal one, by the search their row's scales
+            are from; 0 where scales were given.
         damping: Used, in parts of the mean diagonal.
     """
 
@@ -57,6 +59,7 @@ class GptqResult:
     rtn_error: float
     method: Literal["gptq", "rtn"]
     gptq_rows: int
+    saturated: int
     damping: float
 
 
@@ -70,6 +73,7 @@ class _Rows:
         error: f64 [n].
         rtn_error: f64 [n], best of those rounded to nearest.
         by_gptq: bool [n].
+        saturated: i64 [n], groups that would have taken a larger scale.
     """
 
     codes: torch.Tensor
@@ -77,6 +81,7 @@ class _Rows:
     error: torch.Tensor
     rtn_error: torch.Tensor
     by_gptq: torch.Tensor
+    saturated: torch.Tensor
 
     def better(self, other: _Rows) -> _Rows:
         """Row by row the better one, this one if equal; an error that is not a number is never better."""
@@ -87,6 +92,7 @@ class _Rows:
             torch.where(take, other.error, self.error),
             torch.minimum(self.rtn_error, other.rtn_error),
             torch.where(take, other.by_gptq, self.by_gptq),
+            torch.where(take, other.saturated, self.saturated),
         )
 
 
@@ -136,20 +142,24 @@ def _pass(weights: torch.Tensor, scales: torch.Tensor, grid: Grid, hessian: Prep
 def _quantize_rows(weights: torch.Tensor, scales: torch.Tensor | None, grid: Grid, hessian: PreparedHessian) -> _Rows:
     """The best of everything tried for f32 [n, K] rows on the grid's device."""
     if scales is not None:
-        nearest, tried = [scales], [scales]
+        tried, nearest = [scales], 1
+        wanting = [torch.zeros(len(weights), dtype=torch.int64, device=weights.device)]
     else:
-        nearest = [search_scales(weights, weighting, grid) for weighting in (None, hessian.importance)]
-        tried = [*nearest, search_scales(weights, hessian.remaining, grid)]
+        weightings, nearest = (None, hessian.importance, hessian.remaining), 2
+        tried = [search_scales(weights, weighting, grid) for weighting in weightings]
+        wanting = [
+            saturated(weights, chosen, weighting, grid).sum(1)
+            for chosen, weighting in zip(tried, weightings, strict=True)
+        ]
 
-    def measured(codes: torch.Tensor, chosen: torch.Tensor, by_gptq: bool) -> _Rows:
-        error = _row_errors(weights, codes, chosen, grid, hessian.matrix)
+    def measured(codes: torch.Tensor, at: int, by_gptq: bool) -> _Rows:
+        error = _row_errors(weights, codes, tried[at], grid, hessian.matrix)
         rtn_error = torch.full_like(error, torch.inf) if by_gptq else error
-        return _Rows(codes, chosen, error, rtn_error, torch.full_like(error, by_gptq, dtype=torch.bool))
+        return _Rows(codes, tried[at], error, rtn_error, torch.full_like(error, by_gptq, dtype=torch.bool), wanting[at])
 
-    rows = [measured(round_to(weights, chosen, grid), chosen, False) for chosen in nearest]
+    rows = [measured(round_to(weights, tried[at], grid), at, False) for at in range(nearest)]
     passed = _pass(weights.repeat(len(tried), 1), torch.cat(tried), grid, hessian)  # one pass over more rows
-    for codes, chosen in zip(torch.split(passed, len(weights)), tried, strict=True):
-        rows.append(measured(codes, chosen, True))
+    rows += [measured(codes, at, True) for at, codes in enumerate(torch.split(passed, len(weights)))]
     return reduce(_Rows.better, rows)
 
 
@@ -226,6 +236,7 @@ def quantize_prepared(
         sum(float(piece.rtn_error.sum()) for piece in pieces),
         "gptq" if gptq_rows else "rtn",
         gptq_rows,
+        sum(int(piece.saturated.sum()) for piece in pieces),
         hessian.damping,
     )
 

@@ -17,12 +17,16 @@ import torch.nn.functional as F
 
 from hybrid_pack.formats.e4m3 import VALUES
 from hybrid_pack.formats.nf3 import GROUP, SCALE_LIMIT
+from hybrid_pack.quantize.book import VIRTUAL
 
 FIRST_BYTE = 1
 """E4M3 byte of the smallest positive scale, 2^-9."""
 
 LAST_BYTE = int((VALUES[:0x7F] < SCALE_LIMIT).sum()) - 1
 """E4M3 byte of the largest scale that fits the device scale byte, 30."""
+
+LARGER = tuple(float(value) for value in VALUES[LAST_BYTE + 1 : LAST_BYTE + 1 + VIRTUAL])
+"""E4M3 scales that do not fit the device scale byte, as far as the other searches look."""
 
 SEARCH_GROUPS = {"cpu": 1 << 13, "cuda": 1 << 18}
 """Groups searched at a time: on a CPU their losses stay in the cache, on CUDA they take 200 MB."""
@@ -104,9 +108,7 @@ def search_scales(weights: torch.Tensor, importance: torch.Tensor | None, grid: 
     """
     n, k = weights.shape
     groups = weights.reshape(-1, GROUP)
-    by_column = torch.ones(k, dtype=torch.float64, device=weights.device) if importance is None else importance
-    shares = by_column.reshape(-1, GROUP)  # [K/32, 32]
-    shares = torch.where((shares > 0).any(1, keepdim=True), shares, 1.0)
+    shares = _shares(weights, importance)
     result = torch.empty(len(groups), dtype=torch.uint8, device=weights.device)
     columns = torch.arange(len(groups), device=weights.device) % (k // GROUP)
     step = SEARCH_GROUPS["cuda" if weights.is_cuda else "cpu"]
@@ -119,6 +121,49 @@ def search_scales(weights: torch.Tensor, importance: torch.Tensor | None, grid: 
         least, best = loss.min(1)  # h * w^2 is left out, so that the loss of scale zero is 0
         result[begin : begin + step] = torch.where(least < 0, best + FIRST_BYTE, 0)
     return result.reshape(n, k // GROUP)
+
+
+def saturated(weights: torch.Tensor, scales: torch.Tensor, importance: torch.Tensor | None, grid: Grid) -> torch.Tensor:
+    """bool [N, K/32]: groups that would have taken a scale of 32 or more, had it been legal.
+
+    Scales up to two octaves above are tried. No such scale can be better where all weights, at the largest legal one,
+    lie between the two levels around zero: they stay there, and cost no less at a larger one.
+
+    Args:
+        weights: f32 [N, K] on the grid's device.
+        scales: u8 [N, K/32], what ``search_scales`` found.
+        importance: As it was given.
+        grid: From ``make_grid``.
+    """
+    above, below = grid.levels[grid.levels > 0], grid.levels[grid.levels < 0]
+    largest = grid.scales[-1]
+    high = above.min() * largest if len(above) else torch.inf
+    low = below.max() * largest if len(below) else -torch.inf
+    groups = weights.reshape(-1, GROUP)
+    result = torch.zeros(len(groups), dtype=torch.bool, device=weights.device)
+    at = ((groups > high) | (groups < low)).any(1).nonzero().flatten()
+    if len(at):
+        h = _shares(weights, importance)[at % (weights.shape[1] // GROUP)]
+        w = groups[at].double()
+
+        def cost(scale: torch.Tensor) -> torch.Tensor:
+            nearest = torch.full_like(w, torch.inf)
+            for level in grid.levels:
+                nearest = torch.minimum(nearest, (w - level * scale.reshape(-1, 1)).abs())
+            return (h * nearest**2).sum(1)
+
+        chosen = cost(grid.scales[scales.reshape(-1)[at].long()])
+        larger = torch.stack([cost(scale) for scale in torch.tensor(LARGER, device=w.device, dtype=w.dtype)])
+        result[at] = larger.amin(0) < chosen
+    return result.reshape(scales.shape)
+
+
+def _shares(weights: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
+    """f64 [K/32, 32]: importance of the columns of each group of a row, ones where a group has none."""
+    columns = weights.shape[1]
+    given = torch.ones(columns, dtype=torch.float64, device=weights.device) if importance is None else importance
+    shares = given.reshape(-1, GROUP)
+    return torch.where((shares > 0).any(1, keepdim=True), shares, 1.0)
 
 
 def round_to(weights: torch.Tensor, scales: torch.Tensor, grid: Grid) -> torch.Tensor:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_pack.formats.nf3 import DEFAULT_LEVELS
-from hybrid_pack.quantize.gptq_grid import LAST_BYTE, Grid, decode, make_grid, round_to, search_scales
+from hybrid_pack.quantize.gptq_grid import LAST_BYTE, Grid, decode, make_grid, round_to, saturated, search_scales
 from tests.reference import gptq as reference
 from tests.reference.floats import E4M3
 
@@ -41,6 +41,28 @@ def test_the_scale_of_least_loss_is_found(levels: tuple[float, ...], seed: int, 
         least = reference.least_loss(w, importance[columns], levels)
         total = float((importance[columns] * w.astype(np.float64) ** 2).sum())
         assert found[row, group] <= least + 1e-12 * total
+
+
+@pytest.mark.parametrize(
+    "levels", [DEFAULT_LEVELS, UNEVEN, tuple(x + 2.0 for x in UNEVEN)], ids=["default", "uneven", "positive"]
+)
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), weighted=st.booleans())
+def test_saturated_groups_are_those_a_larger_scale_would_serve_better(
+    levels: tuple[float, ...], seed: int, weighted: bool
+) -> None:
+    random = np.random.default_rng(seed)
+    grid = make_grid(levels, CPU)
+    weights = (random.standard_normal((4, 64)) * 10 ** random.uniform(-1, 2.5, (4, 1))).astype(np.float32)
+    importance = random.exponential(size=64) ** 3 if weighted else None
+    given = None if importance is None else torch.from_numpy(importance)
+    scales = search_scales(torch.from_numpy(weights), given, grid)
+    found = saturated(torch.from_numpy(weights), scales, given, grid)
+    for row, group in np.ndindex(4, 2):
+        columns = slice(32 * group, 32 * group + 32)
+        h = np.ones(32) if importance is None else importance[columns]
+        losses = reference.losses(weights[row, columns], h, levels, float(E4M3[LAST_BYTE + 16]))
+        assert bool(found[row, group]) == (losses[LAST_BYTE + 1 :].min() < losses[: LAST_BYTE + 1].min())
 
 
 def test_the_largest_scale_is_the_largest_below_32() -> None:

@@ -102,10 +102,15 @@ def gptq(
 
 
 def least_loss(weights: NDArray[Any], importance: NDArray[Any], levels: Sequence[float]) -> float:
-    """Least ``sum importance * (w - nearest)^2`` of 32 weights over every E4M3 scale below 32, zero among them."""
+    """The least of ``losses`` over the scales below 32."""
+    return float(losses(weights, importance, levels, 30.0).min())
+
+
+def losses(weights: NDArray[Any], importance: NDArray[Any], levels: Sequence[float], largest: float) -> F64:
+    """``sum importance * (w - nearest)^2`` of 32 weights for every E4M3 scale up to one, zero among them."""
     w, h, ladder = np.asarray(weights, np.float64), np.asarray(importance, np.float64), np.array(levels)
-    losses = []
+    found = []
     for scale in E4M3[:0x7F]:
-        if scale < 32:
-            losses.append(float((h * ((w[:, None] - scale * ladder) ** 2).min(1)).sum()))  # of scale zero, h * w^2
-    return min(losses)
+        if scale <= largest:
+            found.append(float((h * ((w[:, None] - scale * ladder) ** 2).min(1)).sum()))  # of scale zero, h * w^2
+    return np.array(found)
