@@ -23,6 +23,10 @@ LARGEST_BYTE = 47
 """Of 2^-2 times 1.875: a group that would take a subnormal scale has no weight of a quarter of it, so that larger ones
 give zero."""
 
+LARGEST_WEIGHTED_BYTE = 0x7E
+"""With importances that is no law: a weight that matters little may be that large, and clipped at the subnormal scale.
+All scales are tried."""
+
 _MIDPOINTS = (np.array(e2m1.MAGNITUDES[1:]) + np.array(e2m1.MAGNITUDES[:-1])) / 2
 
 
@@ -58,7 +62,8 @@ def lift_subnormal(
     old = exact - e2m1.VALUES[before] * (e4m3.VALUES[scales[rows, groups]] * second)[:, None]
     best = (weight * exact**2).sum(axis=1)  # of zero, which a tie keeps
     lifted, chosen, new = np.zeros_like(before), np.zeros(len(rows), np.uint8), exact.copy()
-    for byte in range(SMALLEST_BYTE, LARGEST_BYTE + 1):
+    last = LARGEST_BYTE if importance is None else LARGEST_WEIGHTED_BYTE
+    for byte in range(SMALLEST_BYTE, last + 1):
         scale = float(e4m3.VALUES[byte]) * second
         trial = _nearest(exact, scale)
         left = exact - e2m1.VALUES[trial] * scale

@@ -43,6 +43,22 @@ def best_errors(weights: np.ndarray, second: float, importance: np.ndarray) -> n
     return found
 
 
+@settings(deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_best_of_all_where_a_large_weight_hardly_matters(seed: int) -> None:
+    """Small weights beside one that is thousands of times larger, and nearly without importance."""
+    rng = np.random.default_rng(seed)
+    weights = (rng.uniform(0.001, 0.02, (64, 32)) * rng.choice([-1, 1], (64, 32))).astype(np.float32)
+    weights[:, 16] = 1400  # the largest of the matrix, in another block
+    weights[:, 0] = rng.uniform(1, 60)
+    importance = np.ones(32, np.float32)
+    importance[0] = 10.0 ** rng.uniform(-7, -3)
+    codes, scales, second, _ = lifted(weights, importance)
+    difference = weights - dequantize("nvfp4", codes, scales, second)
+    found = (importance.astype(np.float64) * difference**2).reshape(-1, 16).sum(axis=1)
+    assert (found <= best_errors(weights, second, importance.astype(np.float64)) * (1 + 1e-5) + 1e-30).all()
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @settings(deadline=None)
 @given(seed=st.integers(0, 10_000))
