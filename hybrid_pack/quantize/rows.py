@@ -8,7 +8,12 @@ calls: every group is decided from its own weights alone.
 - ``absmax``: from the largest weight alone, as most tools do;
 - ``mse``: the scale with the least sum of squared errors;
 - ``weighted``: the same with squares weighted by ``importance``, one number for each input channel, such as the mean
-  square of what the channel carries. A group whose weights that matter are all zero is searched unweighted.
+  square of what the channel carries. A group without any importance is searched unweighted, and in FP4 so is one whose
+  weights of importance are all zero, which no scale changes. In NF3 such a group takes scale zero, at no cost by
+  importance, and its other weights are lost.
+
+The two searches find the best of all scales a format has. What is packed for NVFP4 then goes through ``lift``: a block
+whose best scale is subnormal, which the device does not hold, gets the best of those it does.
 
 A weight midway between two levels takes the one nearer zero, and 0 and -0 take the smallest level above zero where
 there is no level zero. A tie between scales takes the smaller one. Codes of FP4 never mean -0.

@@ -17,7 +17,8 @@ class QuantStats:
         error: Sum of (w - q)^2, unweighted whatever the search.
         weighted_error: Sum of importance * (w - q)^2; equal to ``error`` without an importance.
         groups: Groups of columns that share a scale.
-        zero: Groups whose weights all became zero, by scale zero (E4M3) or by their codes (E8M0).
+        zero: Groups whose weights all became zero, by scale zero (E4M3) or by their codes (E8M0). A manifest counts the
+            former alone.
         subnormal: Groups with an E4M3 scale below 2^-6.
         saturated: Groups that would have taken a scale above the largest legal one.
     """
