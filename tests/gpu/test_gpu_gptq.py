@@ -42,7 +42,9 @@ def test_at_full_size_cuda_is_as_good_as_the_cpu() -> None:
     grid = make_grid(DEFAULT_LEVELS, torch.device("cpu"))
     for importance in (None, hessian.diagonal().double()):
         scales = search_scales(weights, importance, grid)
-        nearest = GptqResult(round_to(weights, scales, grid), scales, 0.0, 0.0, "rtn", 0, 0.0)
+        nearest = GptqResult(
+            round_to(weights, scales, grid), scales, 0.0, 0.0, "rtn", gptq_rows=0, saturated=0, damping=0.0
+        )
         assert (rows <= errors_of(nearest, weights, hessian) * (1 + 1e-9)).all()
 
 
