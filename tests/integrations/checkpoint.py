@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -39,6 +40,13 @@ def matrix(dialect: str, rows: int, columns: int, generator: torch.Generator) ->
     if dialect == "bf16":
         weight = (torch.randn(rows, columns, generator=generator) * 0.05).to(torch.bfloat16)
         return Matrix({"weight": weight}, weight.double())
+    if dialect == "ct_mxfp4_125":
+        codes, exponent = integers(0, 256, rows, columns // 2), integers(115, 120, rows, columns // 32)
+        nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+        values = torch.tensor(E2M1, dtype=torch.float64)[nibbles & 7] * torch.where(nibbles > 7, -1.0, 1.0).double()
+        factor = torch.exp2(exponent.double() - 125).repeat_interleave(32, dim=1)
+        fields = {"weight_packed": codes.to(torch.uint8), "weight_scale": exponent.to(torch.uint8)}
+        return Matrix(fields, values * factor)
     if dialect in ("nvfp4", "nvfp4_no_input"):
         codes = integers(0, 256, rows, columns // 2).to(torch.uint8)
         scale = (torch.rand(rows, columns // 16, generator=generator) * 8 + 1).to(torch.float8_e4m3fn)
@@ -68,9 +76,10 @@ def matrix(dialect: str, rows: int, columns: int, generator: torch.Generator) ->
     return Matrix({"weight": codes, "weight_scale_inv": scale}, codes.double() * factor)
 
 
-def write(root: Path, dialect: str, seed: int = 0) -> dict[str, torch.Tensor]:
+def write(root: Path, dialect: str, seed: int = 0, **experts_of: Any) -> dict[str, torch.Tensor]:
     """Write the checkpoint; returns what its linear layers mean, f64 [N, K] by name."""
-    spec = Spec(moe_layers=tuple(range(LAYERS)), dense_layers=(), mtp_layer=False, seed=seed, vocab=VOCAB)
+    layers = tuple(range(LAYERS))
+    spec = Spec(moe_layers=layers, dense_layers=(), mtp_layer=False, seed=seed, vocab=VOCAB, **experts_of)
     write_checkpoint(root, spec)
     experts = {
         name: tensor

@@ -98,3 +98,11 @@ def test_what_attention_reads_is_dequantised(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(linear, "DequantisedLinearMethod", Ours)
     config: Any = None  # it is not asked
     assert isinstance(linear.linear_method(config, None, "model.layers.0.self_attn.kv_b_proj", stored(MXFP8)), Ours)
+
+
+@pytest.mark.parametrize(("bias", "names"), [(127, {"CompressedTensorsLinearMethod"}), (125, set())])
+def test_vllms_methods_take_a_bias_for_granted(bias: int, names: set[str]) -> None:
+    fields: dict[str, Header] = {"weight_packed": ("U8", (256, 128)), "weight_scale": ("U8", (256, 8))}
+    form = detect(fields, bias)
+    assert isinstance(form, tuple)
+    assert linear._candidates(Stored(("a",), form[0], fields, frozenset(fields))) == (names, None)

@@ -272,6 +272,18 @@ def test_the_digest_is_of_how_things_are_stored() -> None:
     assert one != base(model__layers__0__norm__bias=("BF16", (64,))).digest()
 
 
+@pytest.mark.parametrize(("bias", "name"), [(127, "mxfp4"), (125, "mxfp4 with bias 125")])
+def test_the_bias_of_mxfp4_scales_is_the_conversions(bias: int, name: str) -> None:
+    at = f"{LAYER}.mlp.experts.0.x"
+    headers: dict[str, Header] = {f"{at}.weight_packed": ("U8", (64, 32)), f"{at}.weight_scale": ("U8", (64, 2))}
+    tensors = BaseTensors(headers, bias)
+    stored = tensors.stored(at, {})
+    assert stored is not None and stored.form.scale_bias == bias
+    assert tensors.forms(f"{LAYER}.mlp.experts") == {name}
+    assert tensors.digest() != BaseTensors(headers, 252 - bias).digest()
+    assert (why_not_experts("CompressedTensorsW4A4Mxfp4MoEMethod", {name}) is None) is (bias == 127)
+
+
 def test_parts_stored_differently_are_refused() -> None:
     tensors = base(
         model__layers__0__self_attn__k_proj__weight=FP8,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_pack.errors import DataError
+from hybrid_pack.formats import e8m0
 from hybrid_pack.formats.source import Header, SourceFormat, Unsupported, detect
 from hybrid_pack.integrations.vllm.prefixes import layer_of, stack_of, stored_names
 from hybrid_pack.io.shards import read_shards
@@ -51,13 +52,14 @@ class BaseTensors:
 
     Args:
         headers: (dtype, shape) of every base tensor by its name in the checkpoint.
+        mx_bias: Bias of compressed-tensors' MXFP4 scales, as the conversion was told.
 
     Attributes:
         indexer_keys: Formats of the sparse indexer's ``wk`` that vLLM dequantises while it loads.
     """
 
-    def __init__(self, headers: Mapping[str, Header]) -> None:
-        self._raw = dict(headers)
+    def __init__(self, headers: Mapping[str, Header], mx_bias: int = e8m0.BIAS) -> None:
+        self._raw, self._mx_bias = dict(headers), mx_bias
         self._modules = _by_module(self._raw)
         self._mapped = 0
         self._claimed: set[str] = set()
@@ -66,15 +68,16 @@ class BaseTensors:
         self.indexer_keys = frozenset({"fp8_block"})
 
     @classmethod
-    def read(cls, root: Path) -> BaseTensors:
+    def read(cls, root: Path, mx_bias: int = e8m0.BIAS) -> BaseTensors:
         """Read the headers of a pack's base files; a pack of nothing but experts has none."""
         if not any(root.glob("*.safetensors")):
-            return cls({})
-        return cls({name: (t.header.dtype, t.header.shape) for name, t in read_shards(root).tensors.items()})
+            return cls({}, mx_bias)
+        return cls({name: (t.header.dtype, t.header.shape) for name, t in read_shards(root).tensors.items()}, mx_bias)
 
     def digest(self) -> str:
-        """Names the way everything is stored: a hash of all names, dtypes and shapes."""
+        """Names the way everything is stored: a hash of all names, dtypes and shapes, and of the bias."""
         lines = sorted(f"{name} {dtype} {list(shape)}" for name, (dtype, shape) in self._raw.items())
+        lines.append(f"bias {self._mx_bias}")
         return sha256("\n".join(lines).encode()).hexdigest()
 
     def rename(self, mappers: Sequence[Any]) -> None:
@@ -91,8 +94,8 @@ class BaseTensors:
     def forms(self, prefix: str) -> set[str]:
         """Formats of the matrices below a module; ``unknown`` for those that are none of ours."""
         below = (fields for name, fields in self._modules.items() if name.startswith(f"{prefix}."))
-        found = [detect(fields) for fields in below]
-        return {"unknown" if isinstance(form, Unsupported) else form[0].name for form in found}
+        found = [detect(fields, self._mx_bias) for fields in below]
+        return {"unknown" if isinstance(form, Unsupported) else name_of(form[0]) for form in found}
 
     def stored(self, prefix: str, packed: Mapping[str, Sequence[str]]) -> Stored | None:
         """How a module is stored; None where nothing is stored under its name or its parts'.
@@ -105,7 +108,7 @@ class BaseTensors:
         self._claimed.update(names)
         for name in (prefix, *names):
             self.note(name)
-        forms = {name: _form(name, self._modules[name]) for name in names}
+        forms = {name: _form(name, self._modules[name], self._mx_bias) for name in names}
         if not forms:
             return None
         if len({(form.name, form.codes_field, form.scale_field) for form in forms.values()}) > 1:
@@ -160,13 +163,13 @@ class BaseTensors:
                 continue
             if name in self._claimed or name.rpartition(".")[0] not in self._made or ".experts." in f"{name}.":
                 continue
-            found = detect(fields)
+            found = detect(fields, self._mx_bias)
             if isinstance(found, Unsupported) or found[0].name in PLAIN:
                 continue
             if name.endswith(_FP8_INDEXER) and self._reads_indexer(found[0], fields):
                 continue
             raise DataError(
-                "this vLLM can load it only unquantised", where=name, expected="BF16", found=found[0].name,
+                "this vLLM can load it only unquantised", where=name, expected="BF16", found=name_of(found[0]),
                 hint="dequantise it in the source and convert again",
             )  # fmt: skip
 
@@ -174,6 +177,11 @@ class BaseTensors:
         """Whether vLLM's DeepSeek dequantises the indexer's keys while it loads; scales [N, 1] it takes for blocks."""
         flat = form.scale_field is not None and len(fields[form.scale_field][1]) == 1
         return form.name in self.indexer_keys and (form.name != "fp8_row" or flat)
+
+
+def name_of(form: SourceFormat) -> str:
+    """A format's name, and the bias of its scales where it is none that vLLM knows."""
+    return form.name if form.scale_bias == e8m0.BIAS else f"{form.name} with bias {form.scale_bias}"
 
 
 def _by_module(headers: Mapping[str, Header]) -> dict[str, dict[str, Header]]:
@@ -188,10 +196,10 @@ def _has_matrix(fields: Iterable[str]) -> bool:
     return any(name in fields for name in _CODES)
 
 
-def _form(name: str, fields: Mapping[str, Header]) -> SourceFormat:
+def _form(name: str, fields: Mapping[str, Header], mx_bias: int) -> SourceFormat:
     if "weight" in fields and len(fields["weight"][1]) != 2 and fields["weight"][0] in ("BF16", "F16", "F32"):
         return SourceFormat("bf16", "weight", None, None, 0, row_group=0)  # a norm or a convolution
-    found = detect(fields)
+    found = detect(fields, mx_bias)
     if isinstance(found, Unsupported):
         raise DataError(f"stored in a way that cannot be read: {found.reason}", where=name)
     return found[0]

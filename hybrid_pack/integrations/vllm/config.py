@@ -101,11 +101,11 @@ class HybridPackConfig(QuantizationConfig):
         if Path(model_name).is_dir():
             from hybrid_pack.runtime.pack import open_pack
 
-            open_pack(model_name)
+            bias = open_pack(model_name).manifest.report.options.mx_bias
             if (hf_config := kwargs.get("hf_config")) is not None:
                 from hybrid_pack.integrations.vllm.base import BaseTensors
 
-                hf_config.hybrid_pack_base = BaseTensors.read(Path(model_name)).digest()
+                hf_config.hybrid_pack_base = BaseTensors.read(Path(model_name), bias).digest()
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Follow a model's renaming of modules."""

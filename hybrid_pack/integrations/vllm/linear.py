@@ -9,7 +9,8 @@ import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from hybrid_pack.integrations.vllm.base import Stored
+from hybrid_pack.formats import e8m0
+from hybrid_pack.integrations.vllm.base import Stored, name_of
 from hybrid_pack.integrations.vllm.dequantised import DequantisedLinearMethod
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def _candidates(stored: Stored) -> tuple[frozenset[str], Callable[[], Any] | Non
     form, fields = stored.form, stored.fields
     scale = fields[form.scale_field] if form.scale_field else ("", ())
     has_input = "input_scale" in stored.every
+    if form.scale_bias != e8m0.BIAS:  # which vLLM's methods take for granted
+        return frozenset(), None
     if form.codes_field == "weight_packed":
         return frozenset({"CompressedTensorsLinearMethod"}), None
     match form.name, form.scale_field:
@@ -81,7 +84,7 @@ def linear_method(config: HybridPackConfig, layer: Any, prefix: str, stored: Sto
     if prefix.rpartition(".")[2] == _READ_BY_ATTENTION:
         return _dequantised(stored, prefix, "vLLM's attention reads its weight")
     names, make = _candidates(stored)
-    reason = f"vLLM has no method for {stored.form.name} stored as {', '.join(sorted(stored.fields))}"
+    reason = f"vLLM has no method for {name_of(stored.form)} stored as {', '.join(sorted(stored.fields))}"
     if names:
         source = config.session.source
         try:

@@ -90,7 +90,7 @@ class Session:
     ) -> None:
         self.folder, self.source, self.engine, self.options = folder, source, engine, options
         self.pack: Pack = open_pack(folder.root)
-        self.base = BaseTensors.read(folder.base())
+        self.base = BaseTensors.read(folder.base(), self.pack.manifest.report.options.mx_bias)
         self.base.indexer_keys = indexer_keys(str(vllm_version))
         self.decoder = Decoder(layers)
         self._first: object = None
