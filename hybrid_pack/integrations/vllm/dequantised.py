@@ -115,7 +115,7 @@ class DequantisedLinearMethod(UnquantizedLinearMethod):
                 "a tensor of unknown meaning", where=f"{self.prefix}.{name}", found=f"{dtype} {list(shape)}"
             )
         data = torch.full((len(self._widths),), float("nan"), dtype=torch.float32)
-        return PerTensorScaleParameter(data=data, weight_loader=loader)
+        return PerTensorScaleParameter(data=data, weight_loader=_flat(loader))
 
     def _block_scales(self, rows: int, columns: tuple[int, int], only: int | None, loader: Any) -> BasevLLMParameter:
         """Room for a scale of each row and 128 columns: parts of a fused layer need not begin where a block does.
@@ -165,3 +165,13 @@ class DequantisedLinearMethod(UnquantizedLinearMethod):
                 delattr(layer, name)
         layer.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
         super().process_weights_after_loading(layer)
+
+
+def _flat(loader: Any) -> Any:
+    """A loader for what is one number, as [1]: vLLM's knows [1, 1] only of matrices that are not fused."""
+
+    @wraps(loader)
+    def load(parameter: Any, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return loader(parameter, loaded.reshape(1), *args, **kwargs)
+
+    return load
