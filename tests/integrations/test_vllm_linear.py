@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybrid_pack.formats.source import Header, detect
-from hybrid_pack.integrations.vllm.base import Stored
+from hybrid_pack.integrations.vllm.base import BaseTensors, Stored
 
 if importlib.util.find_spec("vllm") is None:
     if os.environ.get("HYBRID_PACK_REQUIRE_VLLM") == "1":
@@ -38,8 +38,15 @@ class Method:
         self.names = names
 
     def create_weights(self, layer: torch.nn.Module, columns: int, rows: list[int], **extra: Any) -> None:
+        made = {
+            "weight": torch.zeros(sum(rows), columns, dtype=torch.float8_e4m3fn),
+            "weight_scale": torch.zeros(sum(rows), columns // 32, dtype=torch.uint8)
+            if isinstance(self, MxFp8Method)
+            else torch.zeros(len(rows)),
+            "input_scale": torch.zeros(len(rows)),
+        }
         for name in self.names:
-            layer.register_parameter(name, torch.nn.Parameter(torch.zeros(sum(rows), columns)))
+            layer.register_parameter(name, torch.nn.Parameter(made[name], requires_grad=False))
 
 
 class MxFp8Method(Method):
@@ -106,3 +113,88 @@ def test_vllms_methods_take_a_bias_for_granted(bias: int, names: set[str]) -> No
     form = detect(fields, bias)
     assert isinstance(form, tuple)
     assert linear._candidates(Stored(("a",), form[0], fields, frozenset(fields))) == (names, None)
+
+
+class Real:
+    """In the place of a method of vLLM's that has made these parameters."""
+
+    def __init__(self, **made: torch.Tensor) -> None:
+        self.made = made
+
+    def create_weights(self, layer: torch.nn.Module, columns: int, rows: list[int], **extra: Any) -> None:
+        for name, data in self.made.items():
+            layer.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
+
+
+CODES, SCALES = torch.zeros(256, 256, dtype=torch.float8_e4m3fn), torch.zeros(256, 1)
+ROW: dict[str, Header] = {"weight": ("F8_E4M3", (256, 256)), "weight_scale": ("F32", (256, 1))}
+BLOCK: dict[str, Header] = {"weight": ("F8_E4M3", (256, 256)), "weight_scale_inv": ("F32", (2, 2))}
+
+
+@pytest.mark.parametrize(
+    ("fields", "made", "reason"),
+    [
+        (ROW, {"weight": CODES, "weight_scale": SCALES}, None),
+        (ROW | {"weight_scale": ("BF16", (256, 1))}, {"weight": CODES, "weight_scale": SCALES}, None),
+        (ROW, {"weight": CODES.to(torch.int8), "weight_scale": SCALES}, "reads weight as I8, and it is F8_E4M3"),
+        (ROW, {"weight": CODES.bfloat16(), "weight_scale": SCALES}, "reads weight as BF16, and it is F8_E4M3"),
+        (ROW, {"weight": CODES, "weight_scale": SCALES.bfloat16()}, "reads weight_scale as BF16, and it is F32"),
+        (ROW, {"weight": CODES, "weight_scale": torch.zeros(2)}, r"reads weight_scale as [2], and it is [256, 1]"),
+        (TENSOR, {"weight": CODES, "weight_scale": SCALES}, r"reads weight_scale as [256, 1], and it is []"),
+        (TENSOR, {"weight": CODES, "weight_scale": torch.zeros(2)}, None),
+        (TENSOR | {"weight_scale": ("F32", (1,))}, {"weight": CODES, "weight_scale": torch.zeros(2)}, None),
+        (
+            TENSOR | {"weight_scale": ("F32", (1, 1))}, {"weight": CODES, "weight_scale": torch.zeros(2)},
+            "reads weight_scale as [2], and it is [1, 1]",
+        ),
+        (BLOCK, {"weight": CODES, "weight_scale_inv": torch.zeros(2, 2)}, None),
+        (
+            BLOCK, {"weight": CODES, "weight_scale_inv": torch.zeros(2, 4)},
+            "reads weight_scale_inv as [2, 4], and it is [2, 2]",
+        ),
+        (
+            BLOCK | {"weight_scale_inv": ("F8_E8M0", (2, 2))},
+            {"weight": CODES, "weight_scale_inv": torch.zeros(2, 2)},
+            "reads weight_scale_inv as F32, and it is F8_E8M0",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_method_registers_has_the_stored_dtype_and_columns(
+    fields: dict[str, Header],
+    made: dict[str, torch.Tensor],
+    reason: str | None,
+) -> None:
+    layer = torch.nn.Module()
+    Real(**made).create_weights(layer, 256, [128, 128])
+    assert linear._unlike(layer, set(), stored(fields)) == reason
+
+
+@pytest.mark.parametrize(
+    ("part", "scales", "right"), [(256, 8, True), (128, 4, True), (128, 8, False), (128, 2, False)]
+)
+def test_columns_that_a_rank_has_are_its_part_of_those_stored(part: int, scales: int, right: bool) -> None:
+    layer = torch.nn.Module()
+    layer.input_size, layer.input_size_per_partition = 256, part
+    made = {"weight": CODES[:, :part], "weight_scale": torch.zeros(256, scales, dtype=torch.uint8)}
+    Real(**made).create_weights(layer, part, [256])
+    assert (linear._unlike(layer, set(), stored(MXFP8)) is None) is right
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_columns_taken_in_another_order_have_all_scales_on_every_rank(ordered: bool) -> None:
+    fields: dict[str, Header] = {
+        "weight_packed": ("I32", (256, 32)), "weight_scale": ("BF16", (256, 2)), "weight_shape": ("I64", (2,)),
+        **({"weight_g_idx": ("I32", (256,))} if ordered else {}),
+    }  # fmt: skip
+    layer = torch.nn.Module()
+    layer.input_size, layer.input_size_per_partition = 256, 128
+    made = {
+        "weight_packed": torch.zeros(256, 16, dtype=torch.int32),
+        "weight_scale": torch.zeros(256, 2, dtype=torch.bfloat16),
+        "weight_shape": torch.zeros(2, dtype=torch.int64),
+        **({"weight_g_idx": torch.zeros(128, dtype=torch.int32)} if ordered else {}),
+    }
+    Real(**made).create_weights(layer, 128, [256])
+    form = BaseTensors({f"a.{name}": header for name, header in fields.items()}).stored("a", {})
+    assert form is not None
+    assert (linear._unlike(layer, set(), form) is None) is ordered

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from hybrid_pack.convert import convert
 from tests.convert.support import plan_of
 from tests.integrations import checkpoint
-from tests.integrations.test_vllm_real import TORCH, Serve, plugins, serve
+from tests.integrations.test_vllm_real import TORCH, Failed, Serve, plugins, serve
 
 __all__ = ["plugins", "serve"]
 
@@ -89,3 +90,111 @@ def test_the_bias_of_mxfp4_scales_is_the_one_given_to_convert(serve: Serve, tmp_
     (found,) = serve(model, additional_config=TORCH)
     check(found, meanings)
     assert "vLLM has no method for mxfp4 with bias 125 stored as weight_packed, weight_scale" in found["text"]
+
+
+def rows(tensors: Tensors, meanings: dict[str, torch.Tensor]) -> None:
+    """FP8 with one scale a row, as compressed-tensors stores it."""
+    generator = torch.Generator().manual_seed(3)
+    for name, *size in list(matrices(tensors)):
+        matrix = checkpoint.matrix("fp8_row", *size, generator)
+        meanings[name] = matrix.meaning
+        tensors[f"{name}.weight"] = matrix.fields["weight"]
+        tensors[f"{name}.weight_scale"] = matrix.fields["weight_scale_fp8"][:, None].contiguous()
+
+
+@pytest.mark.parametrize(
+    ("weights", "reason"),
+    [
+        ({"type": "int"}, "reads weight as I8, and it is F8_E4M3"),
+        ({"strategy": "tensor"}, "reads weight_scale as [3], and it is [256, 1]"),
+    ],
+)
+def test_headers_decide_where_the_config_names_other_codes_or_scales(
+    weights: dict[str, Any], reason: str, serve: Serve, tmp_path: Path
+) -> None:
+    kind = "int-quantized" if weights.get("type") == "int" else "float-quantized"
+    model, meanings = made(tmp_path, edit=rows, source=compressed(kind, **weights))
+    (found,) = serve(model, additional_config=TORCH)
+    assert f"dequantised to BF16 while loading, since vLLM's CompressedTensorsLinearMethod {reason}" in found["text"]
+    check(found, meanings)
+
+
+def scalars(tensors: Tensors, meanings: dict[str, torch.Tensor]) -> None:
+    """One scale a matrix, as [1, 1]."""
+    generator = torch.Generator().manual_seed(3)
+    for name, *size in list(matrices(tensors)):
+        matrix = checkpoint.matrix("fp8_tensor", *size, generator)
+        meanings[name] = matrix.meaning
+        tensors[f"{name}.weight"] = matrix.fields["weight"]
+        tensors[f"{name}.weight_scale"] = matrix.fields["weight_scale"].reshape(1, 1)
+
+
+def test_a_scale_of_a_matrix_may_have_two_dimensions(serve: Serve, tmp_path: Path) -> None:
+    model, meanings = made(tmp_path, edit=scalars)
+    (found,) = serve(model, additional_config=TORCH)
+    check(found, meanings)
+
+
+def int8(tensors: Tensors, meanings: dict[str, torch.Tensor]) -> None:
+    """As compressed-tensors stores W8A8."""
+    generator = torch.Generator().manual_seed(3)
+    for name, n, k in list(matrices(tensors)):
+        tensors[f"{name}.weight"] = torch.randint(-127, 128, (n, k), dtype=torch.int8, generator=generator)
+        tensors[f"{name}.weight_scale"] = torch.rand(n, 1, generator=generator)
+
+
+def int4(tensors: Tensors, meanings: dict[str, torch.Tensor]) -> None:
+    """As compressed-tensors packs W4A16 in groups of 128."""
+    generator = torch.Generator().manual_seed(3)
+    for name, n, k in list(matrices(tensors)):
+        words = torch.randint(0, 2**31 - 1, (n, k // 8), dtype=torch.int32, generator=generator)
+        tensors[f"{name}.weight_packed"] = words
+        tensors[f"{name}.weight_scale"] = torch.rand(n, k // 128, generator=generator).bfloat16()
+        tensors[f"{name}.weight_shape"] = torch.tensor([n, k])
+
+
+INT8 = compressed("int-quantized", type="int")
+INT4 = compressed("pack-quantized", type="int", num_bits=4, strategy="group", group_size=128)
+
+
+@pytest.mark.parametrize(("edit", "source"), [(int8, INT8), (int4, INT4)])
+def test_integers_are_given_to_vllms_method_as_they_are_stored(
+    edit: Callable[[Tensors, dict[str, torch.Tensor]], None], source: dict[str, Any], serve: Serve, tmp_path: Path
+) -> None:
+    model, _ = made(tmp_path, edit=edit, source=source)
+    (found,) = serve(model, more={"raw": True}, additional_config=TORCH)
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    for at in LAYERS:
+        assert found["methods"][f"{at}.o_proj"] == "CompressedTensorsLinearMethod"
+        for field, tensor in found["linear"][f"{at}.o_proj"].items():
+            assert torch.equal(tensor, tensors[f"{at}.o_proj.{field}"]), field
+        for field, tensor in found["linear"][f"{at}.qkv_proj"].items():
+            if field != "weight_shape":
+                assert torch.equal(tensor, torch.cat([tensors[f"{at}.{name}.{field}"] for name in PARTS])), field
+
+
+@pytest.mark.parametrize(
+    ("edit", "source", "what", "why"),
+    [
+        (int8, {}, "8-bit integers", "the source's config names no quantisation"),
+        (int8, compressed("float-quantized"), "8-bit integers", "reads weight as F8_E4M3, and it is I8"),
+        (
+            int4, compressed("pack-quantized", type="int", num_bits=4, strategy="group", group_size=64),
+            "integers packed in words", "reads weight_scale as [512, 4], and it is [256, 2]",
+        ),
+    ],
+)  # fmt: skip
+def test_integers_that_no_method_reads_are_refused_for_what_they_are(
+    edit: Callable[[Tensors, dict[str, torch.Tensor]], None],
+    source: dict[str, Any],
+    what: str,
+    why: str,
+    serve: Serve,
+    tmp_path: Path,
+) -> None:
+    model, _ = made(tmp_path, edit=edit, source=source)
+    with pytest.raises(Failed) as error:
+        serve(model, additional_config=TORCH)
+    text = str(error.value)
+    assert f"a layer of {what}, which is read by a method of vLLM's alone" in text, text[-2000:]
+    assert why in text, text[-2000:]

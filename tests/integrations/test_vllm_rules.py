@@ -284,6 +284,24 @@ def test_the_bias_of_mxfp4_scales_is_the_conversions(bias: int, name: str) -> No
     assert (why_not_experts("CompressedTensorsW4A4Mxfp4MoEMethod", {name}) is None) is (bias == 127)
 
 
+@pytest.mark.parametrize(
+    ("headers", "what"),
+    [
+        ({"weight": ("I8", (64, 64)), "weight_scale": ("F32", (64, 1))}, "8-bit integers"),
+        ({"weight_packed": ("I32", (64, 8)), "weight_scale": ("BF16", (64, 2))}, "integers packed in words"),
+    ],
+)
+def test_integers_are_no_plain_weights(headers: dict[str, Header], what: str) -> None:
+    gate = f"{LAYER}.mlp.gate"
+    tensors = BaseTensors({f"{gate}.{name}": header for name, header in headers.items()})
+    tensors.note(f"{LAYER}.mlp.experts")
+    with pytest.raises(DataError, match=rf"gate: this vLLM can load it only unquantised.*found {what}"):
+        tensors.require_claimed()
+    stored = tensors.stored(gate, {})
+    assert stored is not None and stored.form.name == what and not stored.plain
+    assert tensors.forms(f"{LAYER}.mlp") == {"unknown"}
+
+
 def test_parts_stored_differently_are_refused() -> None:
     tensors = base(
         model__layers__0__self_attn__k_proj__weight=FP8,

@@ -54,8 +54,8 @@ def inputs(experts: int, top_k: int, hidden: int) -> tuple[torch.Tensor, torch.T
     return x, weights, ids.to(torch.int32)
 
 
-def look(model: torch.nn.Module) -> dict[str, Any]:
-    """Methods by module; what linear layers and experts compute."""
+def look(model: torch.nn.Module, raw: bool = False) -> dict[str, Any]:
+    """Methods by module; what linear layers and experts compute, or the tensors that linear layers were given."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
 
@@ -75,6 +75,8 @@ def look(model: torch.nn.Module) -> dict[str, Any]:
             found["experts"][method.layer] = y
             found["reports"][method.layer] = method.report.layers
             found["parameters"][name] = [n for n, _ in module.named_parameters(recurse=False)]
+        elif isinstance(module, LinearBase) and raw:
+            found["linear"][name] = {field: p.data.clone() for field, p in module.named_parameters(recurse=False)}
         elif isinstance(module, LinearBase) and ".self_attn." in name:
             eye = torch.eye(module.input_size_per_partition, dtype=torch.bfloat16)
             found["linear"][name] = method.apply(module, eye, None).T.contiguous()
@@ -123,6 +125,10 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     for module, name in case.get("missing", []):
         get_quantization_config("hybrid_pack")  # brings vLLM's methods, so that only the plugin lacks what is taken
         delattr(importlib.import_module(module), name)
+    if case.get("raw"):  # as loaded: the CPU lacks the kernels that they would be made ready for
+        from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
+
+        compressed_tensors.CompressedTensorsLinearMethod.process_weights_after_loading = lambda self, layer: None
     arguments: dict[str, Any] = {
         "model": case["model"], "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 256,
         "max_num_batched_tokens": 256, "dtype": "bfloat16", "tensor_parallel_size": case.get("tp", 1),
@@ -136,7 +142,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         init_distributed_environment(size, rank, f"tcp://127.0.0.1:{case['port']}", rank, backend="gloo")
         initialize_model_parallel(size, 1, backend="gloo")
         model = get_model(vllm_config=config)
-        found = look(model)
+        found = look(model, case.get("raw", False))
         if case.get("draft"):
             from vllm.compilation.backends import set_model_tag
 

@@ -10,15 +10,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hybrid_pack.errors import DataError
 from hybrid_pack.formats import e8m0
-from hybrid_pack.formats.source import Header, SourceFormat, Unsupported, detect
+from hybrid_pack.formats.source import FormatName, Header, SourceFormat, Unsupported, detect
 from hybrid_pack.integrations.vllm.prefixes import layer_of, stack_of, stored_names
 from hybrid_pack.io.shards import read_shards
 
 PLAIN = frozenset({"bf16", "f16", "f32"})
+INTEGERS: Mapping[str, str] = {"I8": "8-bit integers", "I32": "integers packed in words"}
+"""Names of formats that nothing of ours reads, by the dtype of their codes: compressed-tensors stores matrices so."""
 _CODES = ("weight", "weight_packed", "blocks")
 _OF_THE_CACHE = frozenset({"k_scale", "v_scale", "q_scale", "kv_scale", "output_scale", "prob_scale"})
 _FP8_INDEXER = ".indexer.wk"
@@ -163,13 +165,13 @@ class BaseTensors:
                 continue
             if name in self._claimed or name.rpartition(".")[0] not in self._made or ".experts." in f"{name}.":
                 continue
-            found = detect(fields, self._mx_bias)
-            if isinstance(found, Unsupported) or found[0].name in PLAIN:
+            found = _detected(fields, self._mx_bias)
+            if isinstance(found, Unsupported) or found.name in PLAIN:
                 continue
-            if name.endswith(_FP8_INDEXER) and self._reads_indexer(found[0], fields):
+            if name.endswith(_FP8_INDEXER) and self._reads_indexer(found, fields):
                 continue
             raise DataError(
-                "this vLLM can load it only unquantised", where=name, expected="BF16", found=name_of(found[0]),
+                "this vLLM can load it only unquantised", where=name, expected="BF16", found=name_of(found),
                 hint="dequantise it in the source and convert again",
             )  # fmt: skip
 
@@ -199,7 +201,18 @@ def _has_matrix(fields: Iterable[str]) -> bool:
 def _form(name: str, fields: Mapping[str, Header], mx_bias: int) -> SourceFormat:
     if "weight" in fields and len(fields["weight"][1]) != 2 and fields["weight"][0] in ("BF16", "F16", "F32"):
         return SourceFormat("bf16", "weight", None, None, 0, row_group=0)  # a norm or a convolution
-    found = detect(fields, mx_bias)
+    found = _detected(fields, mx_bias)
     if isinstance(found, Unsupported):
         raise DataError(f"stored in a way that cannot be read: {found.reason}", where=name)
-    return found[0]
+    return found
+
+
+def _detected(fields: Mapping[str, Header], mx_bias: int) -> SourceFormat | Unsupported:
+    """A format of ours, or integers."""
+    found = detect(fields, mx_bias)
+    if not isinstance(found, Unsupported):
+        return found[0]
+    codes = next((name for name in _CODES if name in fields), "")
+    name = INTEGERS.get(fields[codes][0]) if codes else None
+    # No expert is stored so; the name is one more of those that only the plugin's base tensors have.
+    return found if name is None else SourceFormat(cast("FormatName", name), codes, "weight_scale", None, 0)

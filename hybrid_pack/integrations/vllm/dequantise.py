@@ -15,6 +15,8 @@ ROWS = 1024
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
     "F32": torch.float32,

@@ -9,9 +9,11 @@ import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
+from hybrid_pack.errors import DataError
 from hybrid_pack.formats import e8m0
-from hybrid_pack.integrations.vllm.base import Stored, name_of
+from hybrid_pack.integrations.vllm.base import INTEGERS, Stored, name_of
 from hybrid_pack.integrations.vllm.dequantised import DequantisedLinearMethod
+from hybrid_pack.integrations.vllm.fits import why_not_held
 
 if TYPE_CHECKING:
     from hybrid_pack.integrations.vllm.config import HybridPackConfig
@@ -43,8 +45,10 @@ def _fp8_block() -> Any:
     return fp8.Fp8LinearMethod(fp8.Fp8Config(True, "dynamic", None, [128, 128]))
 
 
-def _candidates(stored: Stored) -> tuple[frozenset[str], Callable[[], Any] | None]:
+def _candidates(stored: Stored) -> tuple[frozenset[str] | None, Callable[[], Any] | None]:
     """(names of vLLM's methods that read these tensors, how to make one where the source's config gives none).
+
+    None for integers: what they mean is the config's to say, so its method is taken if it reads just these tensors.
 
     Shapes and dtypes must be just those a method registers, or they would be converted. Whether it registers just the
     fields that are stored is known once it has made them: see ``_guarded``.
@@ -54,6 +58,8 @@ def _candidates(stored: Stored) -> tuple[frozenset[str], Callable[[], Any] | Non
     has_input = "input_scale" in stored.every
     if form.scale_bias != e8m0.BIAS:  # which vLLM's methods take for granted
         return frozenset(), None
+    if form.name in INTEGERS.values():
+        return None, None
     if form.codes_field == "weight_packed":
         return frozenset({"CompressedTensorsLinearMethod"}), None
     match form.name, form.scale_field:
@@ -85,11 +91,11 @@ def linear_method(config: HybridPackConfig, layer: Any, prefix: str, stored: Sto
         return _dequantised(stored, prefix, "vLLM's attention reads its weight")
     names, make = _candidates(stored)
     reason = f"vLLM has no method for {name_of(stored.form)} stored as {', '.join(sorted(stored.fields))}"
-    if names:
+    if names is None or names:
         source = config.session.source
         try:
             method = source.method(layer, prefix, config.packed_modules_mapping, config.mappers)
-            if type(method).__name__ not in names:
+            if method is None or (names is not None and type(method).__name__ not in names):
                 reason = source.problem or f"the source's config gives {type(method).__name__}"
                 method = None if make is None else make()
             if method is not None:
@@ -100,21 +106,42 @@ def linear_method(config: HybridPackConfig, layer: Any, prefix: str, stored: Sto
 
 
 def _dequantised(stored: Stored, prefix: str, reason: str) -> DequantisedLinearMethod:
+    if stored.form.name in INTEGERS.values():
+        raise DataError(
+            f"a layer of {stored.form.name}, which is read by a method of vLLM's alone", where=prefix,
+            expected=f"one that reads {', '.join(sorted(stored.fields))} as they are stored",
+            found=" ".join(reason.split()), hint="dequantise it in the source and convert again",
+        )  # fmt: skip
     method = DequantisedLinearMethod(stored, prefix)
     _tell("dequantised to BF16 while loading", stored, prefix, f", since {' '.join(reason.split())}")
     return method
 
 
-def _unlike(registered: set[str], stored: Stored) -> str | None:
+def _unlike(layer: torch.nn.Module, before: set[str], stored: Stored) -> str | None:
     """How what a method has registered differs from what is stored; None where it is the same.
 
     A parameter that one of the parts lacks would hold what its memory happened to hold.
+
+    Args:
+        layer: With the parameters.
+        before: Names of those it had before.
+        stored: What is stored.
     """
-    lacking = sorted(registered - stored.every - {"bias"})
-    unread = sorted(set(stored.fields) - registered - {"bias"})
+    registered = {name: p for name, p in layer.named_parameters(recurse=False) if name not in {*before, "bias"}}
+    lacking = sorted(set(registered) - stored.every)
+    unread = sorted(set(stored.fields) - set(registered) - {"bias"})
     if lacking:
         return f"needs {', '.join(lacking)}, which not all of its parts have"
-    return f"does not read {', '.join(unread)}" if unread else None
+    if unread:
+        return f"does not read {', '.join(unread)}"
+    columns = getattr(layer, "input_size", 1)
+    cut = columns // getattr(layer, "input_size_per_partition", columns)
+    ordered = "weight_g_idx" in stored.fields  # then every rank has all scales
+    for name, parameter in registered.items():
+        ranks = 1 if ordered and name != stored.form.codes_field else cut
+        if (why_not := why_not_held(parameter.dtype, parameter.shape, stored.fields[name], ranks)) is not None:
+            return f"reads {name} {why_not}"
+    return None
 
 
 def _too_small(method: Any, rows: int, columns: int) -> str | None:
@@ -145,7 +172,7 @@ def _guarded(method: Any, stored: Stored, prefix: str) -> Any:
         try:
             if reason is None:
                 create(layer, *sizes, *args, **kwargs)
-                reason = _unlike(set(dict(layer.named_parameters(recurse=False))) - before, stored)
+                reason = _unlike(layer, before, stored)
         except Exception as error:
             reason = f"failed: {type(error).__name__}: {error}"
         if reason is None:
