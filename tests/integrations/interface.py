@@ -43,6 +43,8 @@ CONFIG_METHODS = [
     "maybe_update_config",
     "apply_vllm_mapper",
 ]
+CACHE_SCALES = ("get_cache_scale", "get_cache_scale_mapper")
+"""Methods of ``QuantizationConfig`` by which models ask for KV-cache scales: the first before 0.25, then the second."""
 LOADS = ["load_column_parallel_weight", "load_row_parallel_weight", "load_merged_column_weight", "load_qkv_weight"]
 
 USED: dict[str, dict[str, tuple[str, ...]]] = {
@@ -188,6 +190,8 @@ def interface(root: Path) -> dict[str, Any]:
     found |= {f"experts {layer[1]}.{name}": member(body, name) for name in EXPERTS}
     exported = (root / MOE / "__init__.py").read_text()
     found["RoutedExperts is exported by fused_moe"] = '"RoutedExperts"' in exported
+    config = class_body(root / QUANT / "base_config.py", "QuantizationConfig")
+    found["KV-cache scales are asked for by"] = [name for name in CACHE_SCALES if member(config, name) is not None]
     found["keywords of quant_method.apply"] = keywords_of_apply(root)
     return found
 

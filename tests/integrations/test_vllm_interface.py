@@ -85,6 +85,12 @@ def test_our_methods_take_what_theirs_take(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+def test_our_config_answers_how_kv_cache_scales_are_asked_for(version: str) -> None:
+    asked = recorded()[version]["KV-cache scales are asked for by"]
+    assert asked and set(asked) <= set(ours("config.py", "HybridPackConfig"))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 def test_apply_has_the_keywords_vllm_calls_it_with(version: str) -> None:
     keywords = recorded()[version]["keywords of quant_method.apply"]
     apply = [name.rstrip("=") for name in ours("moe_method.py", "HybridMoEMethod")["apply"]]

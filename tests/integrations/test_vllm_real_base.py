@@ -198,3 +198,24 @@ def test_integers_that_no_method_reads_are_refused_for_what_they_are(
     text = str(error.value)
     assert f"a layer of {what}, which is read by a method of vLLM's alone" in text, text[-2000:]
     assert why in text, text[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("fields", "source"),
+    [
+        (("k_proj.output_scale", "v_proj.output_scale"), {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+        (("k_proj.k_scale", "v_proj.v_scale"), {}),
+    ],
+)
+def test_kv_cache_scales_have_the_names_of_the_sources_method(
+    fields: tuple[str, str], source: dict[str, Any], serve: Serve, tmp_path: Path
+) -> None:
+    def scales(tensors: Tensors, meanings: dict[str, torch.Tensor]) -> None:
+        for at in LAYERS:
+            for field, value in zip(fields, (0.25, 0.5), strict=True):
+                tensors[f"{at}.{field}"] = torch.tensor(value)
+
+    model, _ = made(tmp_path, edit=scales, source=source)
+    (found,) = serve(model, additional_config=TORCH, kv_cache_dtype="fp8")
+    expected = (0.25, 0.5) if source else (1.0, 1.0)  # no method of the source's is there to take them
+    assert set(found["cache"].values()) == {expected}

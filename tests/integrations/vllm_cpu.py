@@ -56,11 +56,14 @@ def inputs(experts: int, top_k: int, hidden: int) -> tuple[torch.Tensor, torch.T
 
 def look(model: torch.nn.Module, raw: bool = False) -> dict[str, Any]:
     """Methods by module; what linear layers and experts compute, or the tensors that linear layers were given."""
+    from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
 
-    found: dict[str, Any] = {"methods": {}, "linear": {}, "experts": {}, "reports": {}, "parameters": {}}
+    found: dict[str, Any] = {"methods": {}, "linear": {}, "experts": {}, "reports": {}, "parameters": {}, "cache": {}}
     for name, module in model.named_modules():
+        if isinstance(module, Attention):
+            found["cache"][name] = float(module._k_scale), float(module._v_scale)
         method = getattr(module, "quant_method", None)
         if method is None:
             continue

@@ -118,6 +118,15 @@ class HybridPackConfig(QuantizationConfig):
         found: str | None = None if find is None else find(name)
         return found
 
+    def get_cache_scale_mapper(self) -> Any:
+        """The names that KV-cache scales of the checkpoint have in vLLM (since 0.25), as the source's method has them.
+
+        Returns:
+            A ``WeightsMapper`` of vLLM's.
+        """
+        find = getattr(self.session.source.config, "get_cache_scale_mapper", super().get_cache_scale_mapper)
+        return find()
+
     @property
     def session(self) -> Session:
         """What this process knows of the pack, opened when it is first asked for."""
