@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from hybrid_pack.errors import DataError
 from hybrid_pack.formats.source import Header, detect
 from hybrid_pack.integrations.vllm.base import BaseTensors, Stored
+from hybrid_pack.integrations.vllm.kept import why_not_read
 
 if importlib.util.find_spec("vllm") is None:
     if os.environ.get("HYBRID_PACK_REQUIRE_VLLM") == "1":
         pytest.fail("vLLM is not installed", pytrace=False)
     pytest.skip("vLLM is not installed; tests/integrations/vllm_site.sh says how", allow_module_level=True)
 
-from hybrid_pack.integrations.vllm import linear
+from vllm.model_executor import parameter
+from vllm.model_executor.layers.quantization import fp8, modelopt
+
+from hybrid_pack.integrations.vllm import dispatch, linear
 
 MXFP8: dict[str, Header] = {"weight": ("F8_E4M3", (256, 256)), "weight_scale": ("U8", (256, 8))}
 TENSOR: dict[str, Header] = {"weight": ("F8_E4M3", (256, 256)), "weight_scale": ("F32", ())}
@@ -198,3 +205,96 @@ def test_columns_taken_in_another_order_have_all_scales_on_every_rank(ordered: b
     form = BaseTensors({f"a.{name}": header for name, header in fields.items()}).stored("a", {})
     assert form is not None
     assert (linear._unlike(layer, set(), form) is None) is ordered
+
+
+def nvfp4_experts(backend: str) -> Any:
+    """vLLM's method, whose kernels this machine lacks, with what ``create_weights`` needs."""
+    method = object.__new__(modelopt.ModelOptNvFp4FusedMoE)
+    config = modelopt.ModelOptNvFp4Config(is_checkpoint_nvfp4_serialized=True, exclude_modules=[], group_size=16)
+    method.quant_config, method.moe = config, SimpleNamespace(is_act_and_mul=True)
+    method.use_global_sf, method.nvfp4_backend = False, SimpleNamespace(name=backend)
+    return method
+
+
+def fp8_experts(block: list[int] | None, scheme: str = "dynamic") -> Any:
+    method = object.__new__(fp8.Fp8MoEMethod)
+    method.quant_config = SimpleNamespace(is_checkpoint_fp8_serialized=True, activation_scheme=scheme)
+    method.moe, method.weight_block_size, method.block_quant = SimpleNamespace(has_bias=False), block, bool(block)
+    method.weight_scale_name = "weight_scale_inv" if block else "weight_scale"
+    return method
+
+
+def expert_fields(form: str, *more: str, scale: str = "F32") -> list[dict[str, Header]]:
+    """Headers of gate and up [256, 512] and down [512, 256] of two experts; ``more`` of all but the last."""
+    found: list[dict[str, Header]] = []
+    for n, k in [(256, 512), (256, 512), (512, 256)] * 2:
+        fields: dict[str, Header] = {"weight": ("F8_E4M3", (n, k))}
+        if form == "nvfp4":
+            fields = {"weight": ("U8", (n, k // 2)), "weight_scale": ("F8_E4M3", (n, k // 16))}
+            fields["weight_scale_2"] = ("F32", ())
+        elif form == "block":
+            fields["weight_scale_inv"] = (scale, (n // 128, k // 128))
+        else:
+            fields["weight_scale"] = (scale, (n, 1) if form == "row" else ())
+        found.append(fields | dict.fromkeys(more, ("F32", ())))
+    return found
+
+
+BLOCKS = [128, 128]
+IN = "input_scale"
+
+
+@pytest.mark.parametrize(
+    ("method", "experts", "reason"),
+    [
+        (lambda: nvfp4_experts("VLLM_CUTLASS"), expert_fields("nvfp4", IN), None),
+        (lambda: nvfp4_experts("VLLM_CUTLASS"), expert_fields("nvfp4"), "needs input_scale, which not all experts"),
+        (
+            lambda: nvfp4_experts("VLLM_CUTLASS"), [*expert_fields("nvfp4", IN), *expert_fields("nvfp4")],
+            "needs input_scale, which not all experts have",
+        ),
+        (lambda: nvfp4_experts("MARLIN"), expert_fields("nvfp4"), None),
+        (lambda: nvfp4_experts("HUMMING"), expert_fields("nvfp4"), None),
+        (lambda: fp8_experts(BLOCKS), expert_fields("block"), None),
+        (lambda: fp8_experts(BLOCKS), expert_fields("block", scale="BF16"), None),
+        (lambda: fp8_experts(BLOCKS), expert_fields("block", scale="F8_E8M0"), "weight_scale_inv as F32, and it is F8"),
+        (lambda: fp8_experts(BLOCKS), expert_fields("tensor"), "needs weight_scale_inv, which not all experts"),
+        (lambda: fp8_experts(BLOCKS), expert_fields("block", IN), "does not read input_scale"),
+        (lambda: fp8_experts(None), expert_fields("tensor"), None),
+        (lambda: fp8_experts(None), expert_fields("block"), "needs weight_scale, which not all experts have"),
+        (lambda: fp8_experts(None), expert_fields("row"), "w13_weight_scale as [2, 2], and it is [256, 1] or [512, 1]"),
+        (lambda: fp8_experts(None, "static"), expert_fields("tensor"), "needs input_scale, which not all experts"),
+        (lambda: fp8_experts(None, "static"), expert_fields("tensor", IN), None),
+        (lambda: fp8_experts(BLOCKS), [], None),
+    ],
+)  # fmt: skip
+def test_experts_of_the_base_are_what_vllms_method_registers(
+    method: Callable[[], Any], experts: list[dict[str, Header]], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (fp8, parameter):
+        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
+    reading = dispatch._reading(method(), experts, "mtp.layers.0.mlp.experts")
+
+    def create() -> None:
+        reading.create_weights(
+            layer=torch.nn.Module(), num_experts=2, hidden_size=512, intermediate_size_per_partition=256,
+            params_dtype=torch.bfloat16, weight_loader=print, global_num_experts=2,
+        )  # fmt: skip
+
+    if reason is None:
+        create()
+        return
+    with pytest.raises(DataError, match="that this vLLM would not read") as error:
+        create()
+    assert reason in str(error.value)
+
+
+def test_scales_of_rows_and_of_blocks_are_told_apart() -> None:
+    kinds = {"row": (512, 1), "block": (4, 4)}
+    for form, shape in kinds.items():
+        registered = {f"{s}weight": (torch.float8_e4m3fn, (2, 512, 512)) for s in ("w13_", "w2_")}
+        registered |= {f"{s}weight_scale": (torch.float32, (2, *shape)) for s in ("w13_", "w2_")}
+        for stored_as, whole in kinds.items():
+            fields: dict[str, Header] = {"weight": ("F8_E4M3", (256, 512)), "weight_scale": ("F32", whole)}
+            assert (why_not_read(registered, [fields]) is None) is (form == stored_as)

@@ -262,6 +262,9 @@ def test_formats_below_a_module() -> None:
     assert tensors.forms("mtp.layers.0.mlp.experts") == {"mxfp8"}
     assert tensors.forms("mtp.layers.0.mlp.expert") == set()
     assert tensors.forms("model.layers.0.self_attn") == {"bf16"}
+    each = {"weight": FP8, "weight_scale": ("U8", (64, 2))}
+    assert tensors.experts("mtp.layers.0.mlp.experts") == [each, each]
+    assert tensors.experts("mtp.layers.0.mlp.expert") == tensors.experts("model.layers.0.self_attn") == []
 
 
 def test_the_digest_is_of_how_things_are_stored() -> None:

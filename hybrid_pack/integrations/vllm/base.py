@@ -99,6 +99,12 @@ class BaseTensors:
         found = [detect(fields, self._mx_bias) for fields in below]
         return {"unknown" if isinstance(form, Unsupported) else name_of(form[0]) for form in found}
 
+    def experts(self, prefix: str) -> list[dict[str, Header]]:
+        """Headers of the tensors of each matrix below a module whose parts have numbers: ``experts.7.up_proj``."""
+        names = {name: name.removeprefix(f"{prefix}.").partition(".")[0] for name in self._modules if name != prefix}
+        numbered = [name for name, part in names.items() if name.startswith(f"{prefix}.") and part.isdecimal()]
+        return [{key: h for key, h in self._modules[name].items() if key not in _OF_THE_CACHE} for name in numbered]
+
     def stored(self, prefix: str, packed: Mapping[str, Sequence[str]]) -> Stored | None:
         """How a module is stored; None where nothing is stored under its name or its parts'.
 

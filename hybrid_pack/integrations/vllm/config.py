@@ -124,8 +124,8 @@ class HybridPackConfig(QuantizationConfig):
         Returns:
             A ``WeightsMapper`` of vLLM's.
         """
-        find = getattr(self.session.source.config, "get_cache_scale_mapper", super().get_cache_scale_mapper)
-        return find()
+        source: Any = self.session.source.config
+        return super().get_cache_scale_mapper() if source is None else source.get_cache_scale_mapper()
 
     @property
     def session(self) -> Session:

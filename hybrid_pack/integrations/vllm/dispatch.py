@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +13,10 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from hybrid_pack.errors import DataError
+from hybrid_pack.formats.source import Header
 from hybrid_pack.integrations.vllm.base import PLAIN
 from hybrid_pack.integrations.vllm.drafts import is_draft
-from hybrid_pack.integrations.vllm.kept import why_not_experts
+from hybrid_pack.integrations.vllm.kept import why_not_experts, why_not_read
 from hybrid_pack.integrations.vllm.linear import linear_method
 from hybrid_pack.integrations.vllm.moe_method import HybridMoEMethod, request_of
 from hybrid_pack.integrations.vllm.prefixes import layer_of, stored_names
@@ -67,11 +69,31 @@ def _experts(config: HybridPackConfig, layer: Any, prefix: str) -> Any:
     method = session.source.method(layer, prefix, config.packed_modules_mapping, config.mappers)
     given = "no method" if method is None else type(method).__name__
     if (why_not := why_not_experts(type(method).__name__, forms)) is not None:
-        raise DataError(
-            "quantised experts that are not in the pack, and that this vLLM would not read", where=prefix,
-            expected=why_not, found=session.source.problem or f"the source's config gives {given}",
-            hint="dequantise them in the source and convert again, or serve without the draft they belong to",
-        )  # fmt: skip
+        raise _unread(prefix, why_not, session.source.problem or f"the source's config gives {given}")
+    return _reading(method, session.base.experts(prefix), prefix)
+
+
+def _unread(prefix: str, expected: str, found: str) -> DataError:
+    return DataError(
+        "quantised experts that are not in the pack, and that this vLLM would not read", where=prefix,
+        expected=expected, found=found,
+        hint="dequantise them in the source and convert again, or serve without the draft they belong to",
+    )  # fmt: skip
+
+
+def _reading(method: Any, experts: Sequence[Mapping[str, Header]], prefix: str) -> Any:
+    """A method of vLLM's for experts of the base that refuses where what it registers is not what is stored."""
+    create = method.create_weights
+
+    def create_weights(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        create(layer, *args, **kwargs)
+        registered = {name: (p.dtype, tuple(p.shape)) for name, p in layer.named_parameters(recurse=False)}
+        backend = getattr(getattr(method, "nvfp4_backend", None), "name", None)
+        if (why_not := why_not_read(registered, experts, backend)) is not None:
+            stored = ", ".join(sorted({name for fields in experts for name in fields}))
+            raise _unread(prefix, f"a method that reads {stored}", f"{type(method).__name__} {why_not}")
+
+    method.create_weights = create_weights
     return method
 
 
