@@ -331,7 +331,7 @@ INDEXER = "model__layers__0__self_attn__indexer__wk"
         ({}, None),
         ({f"{INDEXER}__weight": PLAIN}, None),
         ({f"{INDEXER}__weight": FP8, f"{INDEXER}__weight_scale": ("U8", (64, 2))}, "mxfp8"),
-        ({f"{INDEXER}__weight": FP8, f"{INDEXER}__weight_scale_inv": ("F32", (1, 1))}, None),
+        ({f"{INDEXER}__weight": ("F8_E4M3", (128, 128)), f"{INDEXER}__weight_scale_inv": ("F32", (1, 1))}, None),
         ({"model__layers__9__x__weight": FP8, "model__layers__9__x__weight_scale": ("U8", (64, 2))}, None),
         ({f"{EXPERT}__weight": FP8, f"{EXPERT}__weight_scale": SCALE}, None),
     ],
@@ -386,18 +386,37 @@ def test_minimax_m3_fuses_its_index_projections_too() -> None:
     tensors.require_claimed()
 
 
+KEYS: Header = ("F8_E4M3", (128, 256))
+
+
 @pytest.mark.parametrize(
-    ("version", "shape", "refused"), [("0.25.1", (64,), True), ("0.27.1", (64,), False), ("0.27.1", (64, 1), True)]
+    ("field", "scale", "codes", "since"),
+    [
+        ("weight_scale_inv", ("F32", (1, 2)), KEYS, "0.22.1"),
+        ("weight_scale", ("F32", (1, 2)), KEYS, "0.25.1"),
+        ("scale", ("F32", (1, 2)), KEYS, None),
+        ("weight_scale", ("F32", (1, 1, 2, 1)), KEYS, None),
+        ("weight_scale_inv", ("F32", (1, 1, 2, 1)), KEYS, None),
+        ("weight_scale_inv", ("F32", (2, 2)), ("F8_E4M3", (192, 256)), None),
+        ("weight_scale_inv", ("F32", (1, 3)), ("F8_E4M3", (128, 320)), None),
+        ("weight_scale_fp8", ("BF16", (128,)), KEYS, "0.27.1"),
+        ("weight_scale", ("F32", (128,)), KEYS, "0.27.1"),
+        ("weight_scale", ("F32", (128, 1)), KEYS, None),
+        ("weight_scale", ("F32", ()), KEYS, None),
+    ],
 )
-def test_which_indexers_a_version_reads(version: str, shape: tuple[int, ...], refused: bool) -> None:
+@pytest.mark.parametrize("version", ["0.22.1", "0.25.1", "0.27.1"])
+def test_which_indexers_a_version_reads(
+    version: str, field: str, scale: Header, codes: Header, since: str | None
+) -> None:
     key = f"{LAYER}.self_attn.indexer.wk"
-    tensors = BaseTensors(quantised(key, scale="weight_scale_fp8", header=("BF16", shape)))
+    tensors = BaseTensors({f"{key}.weight": codes, f"{key}.{field}": scale})
     tensors.indexer_keys = indexer_keys(version)
     tensors.note(f"{LAYER}.self_attn.indexer.wq_b")
-    if not refused:
+    if since is not None and version >= since:
         tensors.require_claimed()
         return
-    with pytest.raises(DataError, match=r"indexer.wk: this vLLM .*found fp8_row"):
+    with pytest.raises(DataError, match=r"indexer.wk: this vLLM .*found fp8_"):
         tensors.require_claimed()
 
 

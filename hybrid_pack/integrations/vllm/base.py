@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from hybrid_pack.errors import DataError
 from hybrid_pack.formats import e8m0
-from hybrid_pack.formats.source import FormatName, Header, SourceFormat, Unsupported, detect
+from hybrid_pack.formats.source import FP8_BLOCK, FormatName, Header, SourceFormat, Unsupported, detect
 from hybrid_pack.integrations.vllm.prefixes import layer_of, stack_of, stored_names
 from hybrid_pack.io.shards import read_shards
 
@@ -57,7 +57,8 @@ class BaseTensors:
         mx_bias: Bias of compressed-tensors' MXFP4 scales, as the conversion was told.
 
     Attributes:
-        indexer_keys: Formats of the sparse indexer's ``wk`` that vLLM dequantises while it loads.
+        indexer_keys: Formats of the sparse indexer's ``wk`` that vLLM dequantises while it loads, each with what it
+            looks for in the name of the scale.
     """
 
     def __init__(self, headers: Mapping[str, Header], mx_bias: int = e8m0.BIAS) -> None:
@@ -67,7 +68,7 @@ class BaseTensors:
         self._claimed: set[str] = set()
         self._stacks: set[str] = set()
         self._made: set[str] = set()
-        self.indexer_keys = frozenset({"fp8_block"})
+        self.indexer_keys: Mapping[str, str] = {"fp8_block": "weight_scale_inv"}
 
     @classmethod
     def read(cls, root: Path, mx_bias: int = e8m0.BIAS) -> BaseTensors:
@@ -182,9 +183,17 @@ class BaseTensors:
             )  # fmt: skip
 
     def _reads_indexer(self, form: SourceFormat, fields: Mapping[str, Header]) -> bool:
-        """Whether vLLM's DeepSeek dequantises the indexer's keys while it loads; scales [N, 1] it takes for blocks."""
-        flat = form.scale_field is not None and len(fields[form.scale_field][1]) == 1
-        return form.name in self.indexer_keys and (form.name != "fp8_row" or flat)
+        """Whether vLLM's DeepSeek dequantises the indexer's keys while it loads.
+
+        It takes whatever has two dimensions for scales of square blocks, whole ones.
+        """
+        name = self.indexer_keys.get(form.name)
+        if name is None or form.scale_field is None or name not in form.scale_field:
+            return False
+        scale, codes = fields[form.scale_field][1], fields[form.codes_field][1]
+        if form.name == "fp8_row":
+            return len(scale) == 1
+        return len(scale) == 2 and not any(size % FP8_BLOCK for size in codes)
 
 
 def name_of(form: SourceFormat) -> str:

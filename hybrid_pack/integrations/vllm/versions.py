@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from hybrid_pack.errors import EnvironmentFailure
@@ -54,8 +54,12 @@ def known_names(version: str) -> Iterator[None]:
         raise EnvironmentFailure(reason, where="hybrid_pack", hint=f"vLLM {KNOWN} is known to work") from error
 
 
-def indexer_keys(version: str) -> frozenset[str]:
-    """Formats in which a version of vLLM reads the sparse indexer's ``wk`` (``_try_load_fp8_indexer_wk``)."""
-    release = release_of(version)
-    rows = release is not None and release >= (0, 27)
-    return frozenset({"fp8_block", "fp8_row"} if rows else {"fp8_block"})
+def indexer_keys(version: str) -> Mapping[str, str]:
+    """What a version of vLLM reads the sparse indexer's ``wk`` from (``_try_load_fp8_indexer_wk``).
+
+    Returns:
+        By format, what the name of the scale must have in it.
+    """
+    release = release_of(version) or ()
+    scale = "weight_scale" if release >= (0, 25) else "weight_scale_inv"
+    return dict.fromkeys(("fp8_block", "fp8_row") if release >= (0, 27) else ("fp8_block",), scale)
