@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_pack.errors import DataError
+from hybrid_pack.errors import DataError, UsageError
 from hybrid_pack.formats.source import Header, detect
 from hybrid_pack.integrations.vllm.base import BaseTensors, Stored
 from hybrid_pack.integrations.vllm.kept import why_not_read
@@ -25,6 +25,7 @@ from vllm.model_executor import parameter
 from vllm.model_executor.layers.quantization import fp8, modelopt
 
 from hybrid_pack.integrations.vllm import dispatch, linear
+from hybrid_pack.integrations.vllm.config import HybridPackConfig
 
 MXFP8: dict[str, Header] = {"weight": ("F8_E4M3", (256, 256)), "weight_scale": ("U8", (256, 8))}
 TENSOR: dict[str, Header] = {"weight": ("F8_E4M3", (256, 256)), "weight_scale": ("F32", ())}
@@ -298,3 +299,10 @@ def test_scales_of_rows_and_of_blocks_are_told_apart() -> None:
         for stored_as, whole in kinds.items():
             fields: dict[str, Header] = {"weight": ("F8_E4M3", (256, 512)), "weight_scale": ("F32", whole)}
             assert (why_not_read(registered, [fields]) is None) is (form == stored_as)
+
+
+def test_a_family_that_cannot_be_served_is_refused_when_the_engines_config_is_made() -> None:
+    config = HybridPackConfig({"manifest": "hybrid_pack.json"})
+    config.maybe_update_config("org/name", hf_config=SimpleNamespace(model_type="deepseek_v3"))
+    with pytest.raises(UsageError, match="org/name: packs of deepseek_v4 cannot be served"):
+        config.maybe_update_config("org/name", hf_config=SimpleNamespace(model_type="deepseek_v4"))

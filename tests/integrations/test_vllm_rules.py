@@ -17,6 +17,7 @@ from hybrid_pack.integrations.vllm.kept import why_not_experts
 from hybrid_pack.integrations.vllm.options import Options, misplaced, parse_options
 from hybrid_pack.integrations.vllm.prefixes import layer_of, stored_names
 from hybrid_pack.integrations.vllm.processes import METHOD, spawn_if_needed
+from hybrid_pack.integrations.vllm.request import require_served
 from hybrid_pack.integrations.vllm.source import excludes, fp8_kv_cache, method_name
 from hybrid_pack.integrations.vllm.versions import indexer_keys, known_names, why_not_version
 
@@ -418,6 +419,15 @@ def test_which_indexers_a_version_reads(
         return
     with pytest.raises(DataError, match=r"indexer.wk: this vLLM .*found fp8_"):
         tensors.require_claimed()
+
+
+@pytest.mark.parametrize(("family", "served"), [("deepseek_v3", True), (None, True), ("deepseek_v4", False)])
+def test_families_that_vllm_runs_only_with_a_config_of_their_own(family: str | None, served: bool) -> None:
+    if served:
+        require_served(family, "OUT")
+        return
+    with pytest.raises(UsageError, match=r"OUT: packs of deepseek_v4 cannot be served with vLLM yet: .*wo_a"):
+        require_served(family, "OUT")
 
 
 def gates(*layers: int, at: str = "model.layers") -> BaseTensors:

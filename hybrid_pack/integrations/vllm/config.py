@@ -15,6 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from hybrid_pack.errors import DataError, UsageError
 from hybrid_pack.integrations.vllm import QUANT_METHOD
 from hybrid_pack.integrations.vllm.processes import spawn_if_needed
+from hybrid_pack.integrations.vllm.request import require_served
 from hybrid_pack.integrations.vllm.versions import known_names
 
 if TYPE_CHECKING:
@@ -91,13 +92,15 @@ class HybridPackConfig(QuantizationConfig):
         return []
 
     def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
-        """Learn the model; a folder that is no pack is refused here, in the first process.
+        """Learn the model; a folder that is no pack, or one of a family that cannot be served, is refused here, in the
+        first process.
 
         How a pack's base is stored decides what is compiled, and vLLM's key for what it has compiled knows of a model
         only its name and config.json; so the headers' digest becomes part of the latter.
         """
         spawn_if_needed(logger)
         self.model = model_name
+        require_served(getattr(kwargs.get("hf_config"), "model_type", None), model_name)
         if Path(model_name).is_dir():
             from hybrid_pack.runtime.pack import open_pack
 

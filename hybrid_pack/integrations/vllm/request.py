@@ -20,6 +20,12 @@ _NAMES: dict[type, tuple[str, ...]] = {
 _GPT_OSS = SwigluOai(alpha=1.702, limit=7.0)
 """Defaults of vLLM's ``swigluoai_and_mul``."""
 
+_UNSERVED = {
+    "deepseek_v4": "its attention computes with codes and scale of wo_a itself, as only vLLM's own method for it leaves "
+    "them, and shared experts are cut by that method's blocks",
+}
+"""Families that packs are made of and that vLLM runs with nothing but a config of their own, by ``model_type``."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -69,6 +75,23 @@ class Request:
     def rank(self) -> int:
         """Rank in the pack."""
         return self.ep_rank * self.tp_size + self.tp_rank
+
+
+def require_served(model_type: str | None, model: str) -> None:
+    """Refuse a family whose layers outside the experts cannot be run from a pack.
+
+    Args:
+        model_type: As config.json has it.
+        model: What vLLM serves.
+
+    Raises:
+        UsageError: It is one.
+    """
+    if (reason := _UNSERVED.get(model_type or "")) is not None:
+        raise UsageError(
+            f"packs of {model_type} cannot be served with vLLM yet: {reason}", where=model,
+            hint="serve the source itself; `hybrid_pack.open_pack` runs the experts",
+        )  # fmt: skip
 
 
 def require(request: Request, manifest: Manifest, root: Path) -> None:
