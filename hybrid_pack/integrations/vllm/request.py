@@ -21,7 +21,7 @@ _GPT_OSS = SwigluOai(alpha=1.702, limit=7.0)
 """Defaults of vLLM's ``swigluoai_and_mul``."""
 
 _UNSERVED = {
-    "deepseek_v4": "its attention computes with codes and scale of wo_a itself, as only vLLM's own method for it leaves "
+    "deepseek_v4": "its attention computes with codes and scale of wo_a itself, as only vLLM's own method leaves "
     "them, and shared experts are cut by that method's blocks",
 }
 """Families that packs are made of and that vLLM runs with nothing but a config of their own, by ``model_type``."""
