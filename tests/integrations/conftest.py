@@ -1,5 +1,6 @@
-"""The Hub on loopback of ``tests/hub``, for packs that are served by their Hub id."""
+"""The Hub on loopback of ``tests/hub``, for packs that are served by their Hub id; packs that vLLM loads."""
 
 from tests.hub.conftest import client, good_pack, hub, remote
+from tests.integrations.real import made, plugins, serve
 
-__all__ = ["client", "good_pack", "hub", "remote"]
+__all__ = ["client", "good_pack", "hub", "made", "plugins", "remote", "serve"]
