@@ -66,6 +66,9 @@ def matrix(dialect: str, rows: int, columns: int, generator: torch.Generator) ->
     if dialect == "fp8_row":
         scale = (torch.rand(rows, generator=generator) * 0.1 + 0.01).to(torch.bfloat16)
         return Matrix({"weight": codes, "weight_scale_fp8": scale}, codes.double() * scale.double()[:, None])
+    if dialect == "fp8_channel":
+        scale = torch.rand(rows, 1, generator=generator) * 0.1 + 0.01
+        return Matrix({"weight": codes, "weight_scale": scale}, codes.double() * scale.double())
     if dialect == "fp8_tensor":
         one = torch.rand((), generator=generator) * 0.1 + 0.01
         return Matrix({"weight": codes, "weight_scale": one}, codes.double() * one.double())

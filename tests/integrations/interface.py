@@ -80,9 +80,10 @@ USED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     f"{LAYERS}/vocab_parallel_embedding.py": {
         "VocabParallelEmbedding": ("__init__",), "ParallelLMHead": ("__init__",),
+        "UnquantizedEmbeddingMethod": ("create_weights", "process_weights_after_loading"),
     },
     "model_executor/parameter.py": {
-        "BasevLLMParameter": ("__init__", "load_row_parallel_weight"),
+        "BasevLLMParameter": ("__init__", "weight_loader", "load_row_parallel_weight"),
         "_ColumnvLLMParameter": ("__init__", *LOADS[::2], "load_qkv_weight"),
         "RowvLLMParameter": ("__init__", "load_row_parallel_weight"),
         "PerTensorScaleParameter": ("__init__", *LOADS),

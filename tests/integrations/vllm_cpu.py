@@ -100,6 +100,27 @@ def rename(renamed: dict[str, str | None]) -> None:
     DefaultModelLoader.get_all_weights = weights
 
 
+class Fp8Kernel:
+    """In the place of a GPU's kernel for FP8 in blocks of 128 by 128: each row by the scales of its block."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        pass
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        weight = layer.weight.double()
+        rows, columns = weight.shape
+        factor = layer.weight_scale_inv.double().repeat_interleave(128, dim=0)[:rows]
+        weight *= factor.repeat_interleave(128, dim=1)[:, :columns]
+        return (x.double() @ weight.T).to(torch.bfloat16)
+
+
+def bring_fp8_kernel() -> None:
+    """Have vLLM's ``Fp8LinearMethod`` find a kernel, as it does on a GPU."""
+    from vllm.model_executor.layers.quantization import fp8
+
+    fp8.init_fp8_linear_kernel = lambda **kwargs: Fp8Kernel()
+
+
 def reload(model: torch.nn.Module, config: Any, path: str) -> None:
     """Load the weights once more, as a worker's ``reload_weights`` does, from a folder."""
     from vllm.model_executor.model_loader import get_model_loader
@@ -125,6 +146,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
     load_general_plugins()
     rename(case.get("renamed", {}))
+    if case.get("fp8_kernel"):
+        bring_fp8_kernel()
     for module, name in case.get("missing", []):
         get_quantization_config("hybrid_pack")  # brings vLLM's methods, so that only the plugin lacks what is taken
         delattr(importlib.import_module(module), name)
@@ -152,7 +175,14 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             experts = next(m for m in model.modules() if type(m).__name__ == "RoutedExperts")
             with set_model_tag("eagle_head"):
                 config.quant_config.get_quant_method(experts, case["draft"])
+        if case.get("draft_embedding"):
+            from vllm.compilation.backends import set_model_tag
+
+            embedding = model.get_submodule(case["draft_embedding"])
+            with set_model_tag("eagle_head"):
+                found["of_draft"] = config.quant_config.get_quant_method(embedding, case["draft_embedding"]) is not None
         if case.get("reload"):
+            rename(case.get("renamed_again", {}))
             reload(model, config, case["reload"])
             found["again"] = look(model)
     import vllm

@@ -6,7 +6,7 @@ reads; memory that nothing was written to would then be taken for codes or scale
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -16,6 +16,8 @@ from hybrid_pack.errors import DataError
 
 QKV = {"q": 0, "k": 1, "v": 2}
 _NOTED = "hybrid_pack_noted"
+_MARK = 0xFF
+"""Every byte of it: NaN in each of the float formats, so no row of weights."""
 _PART = 2
 """Place of the part among the arguments of a weight loader, after the parameter and the tensor."""
 
@@ -51,13 +53,44 @@ def loaded(parameter: torch.nn.Parameter, parts: int) -> bool | None:
     return None if noted is None else None in noted or len({QKV.get(part, part) for part in noted}) >= parts
 
 
+def begun(parameter: torch.nn.Parameter) -> bool:
+    """Whether anything of a parameter was loaded with its loader."""
+    return bool(_noted(parameter))
+
+
 def forget(parameter: torch.nn.Parameter) -> None:
     """Begin anew, for weights that are loaded again."""
     if (noted := _noted(parameter)) is not None:
         noted.clear()
 
 
-def require_loaded(parameters: dict[str, torch.nn.Parameter], parts: int, prefix: str, names: Sequence[str]) -> None:
+def watch(parameters: Mapping[str, torch.nn.Parameter], codes: str) -> None:
+    """Note from now on what the weight loaders of a layer's parameters are called for.
+
+    Args:
+        parameters: Those just made, by name; each keeps its class and its loader, which is called as before.
+        codes: Which of them holds the weights. Its first row is marked, so that weights that came without the loader
+            can be told from memory that nothing was written to.
+    """
+    for parameter in parameters.values():
+        if (loader := getattr(parameter, "weight_loader", None)) is not None:
+            parameter.weight_loader = noting(loader)  # type: ignore[attr-defined]
+    if codes in parameters:
+        parameters[codes].data[:1].view(torch.uint8).fill_(_MARK)
+
+
+def came_otherwise(parameters: Mapping[str, torch.nn.Parameter], codes: str) -> bool:
+    """Whether the weights of a layer are there though none of its loaders was called.
+
+    A model may copy them itself (MiMo-V2's fused attention), a load format may (tensorizer), and what was processed
+    once may be processed again.
+    """
+    if any(map(begun, parameters.values())) or codes not in parameters or parameters[codes].is_meta:
+        return False
+    return not bool((parameters[codes].data[:1].view(torch.uint8) == _MARK).all())
+
+
+def require_loaded(parameters: Mapping[str, torch.nn.Parameter], parts: int, prefix: str, names: Sequence[str]) -> None:
     """Refuse a layer whose tensors were not all loaded.
 
     Args:

@@ -18,11 +18,10 @@ from vllm.model_executor.parameter import (
 from hybrid_pack.errors import DataError
 from hybrid_pack.formats.source import FP8_BLOCK, Header
 from hybrid_pack.integrations.vllm.arrivals import forget, loaded, noting, require_loaded
+from hybrid_pack.integrations.vllm.arriving import ALIASES
 from hybrid_pack.integrations.vllm.base import Stored
 from hybrid_pack.integrations.vllm.dequantise import TORCH_DTYPES, dequantise, rows_of_blocks
 
-_ALIASES = {"weight_scale_inv": "weight_scale"}
-"""What vLLM's models call a field (MiniMax-M3's loader renames it), besides its name in the checkpoint."""
 _READ = frozenset({"mxfp8", "fp8_tensor", "fp8_row", "fp8_block", "nvfp4", "mxfp4"})
 
 
@@ -69,7 +68,7 @@ class DequantisedLinearMethod(UnquantizedLinearMethod):
             if name != "bias":  # which is the layer's own
                 parameter = self._parameter(name, header, rows, columns, only, loader)
                 layer.register_parameter(name, parameter)
-                if (alias := _ALIASES.get(name)) is not None:
+                if (alias := ALIASES.get(name)) is not None:
                     other = self._parameter(name, header, rows, columns, only, loader)
                     other.data = parameter.data  # one of the two will be loaded
                     layer.register_parameter(alias, other)
@@ -152,14 +151,14 @@ class DequantisedLinearMethod(UnquantizedLinearMethod):
             return
         parts = len(self._widths)
         parameters = {name: getattr(layer, name) for name in self.stored.fields if name != "bias"}
-        for name, alias in _ALIASES.items():
+        for name, alias in ALIASES.items():
             if name in parameters and loaded(parameters[name], parts) is False and loaded(getattr(layer, alias), parts):
                 parameters[name] = getattr(layer, alias)
         needed = (form.codes_field, form.scale_field, form.second_field)
         wanted = {name: parameter for name, parameter in parameters.items() if name in needed}
         require_loaded(wanted, parts, self.prefix, self.stored.names)
         weight = dequantise(form, {name: p.data for name, p in parameters.items()}, self._widths, self._dtype)
-        for name in (*self.stored.fields, *(_ALIASES[name] for name in parameters if name in _ALIASES)):
+        for name in (*self.stored.fields, *(ALIASES[name] for name in parameters if name in ALIASES)):
             if name != "bias":
                 forget(getattr(layer, name))
                 delattr(layer, name)

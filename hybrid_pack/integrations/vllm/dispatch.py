@@ -10,10 +10,15 @@ from vllm import __version__ as vllm_version
 from vllm.compilation import backends
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 
 from hybrid_pack.errors import DataError
 from hybrid_pack.formats.source import Header
+from hybrid_pack.integrations.vllm.arriving import arriving
 from hybrid_pack.integrations.vllm.base import PLAIN
 from hybrid_pack.integrations.vllm.drafts import is_draft
 from hybrid_pack.integrations.vllm.kept import why_not_experts, why_not_read
@@ -129,12 +134,18 @@ def _watched(method: Any, session: Session) -> Any:
     return method
 
 
-def _embedding(config: HybridPackConfig, layer: Any, prefix: str) -> None:
+def _embedding(config: HybridPackConfig, layer: Any, prefix: str) -> Any:
     if isinstance(layer, ParallelLMHead):
         config.session.base.require_built(prefix)
     stored = config.session.base.stored(prefix, {})
-    if stored is not None and not stored.plain:
-        raise DataError(
-            "vLLM cannot run a quantised embedding or head of this format", where=prefix, found=stored.form.name,
-            hint="dequantise it in the source and convert again",
-        )  # fmt: skip
+    if stored is None:
+        return None  # of a head, that it is the embedding
+    with known_names(str(vllm_version)):
+        draft = is_draft(backends.model_tag)
+    if stored.plain:
+        # A draft may be given those of the model, after it was loaded.
+        return None if draft else arriving(UnquantizedEmbeddingMethod(), stored, prefix, once=True)
+    raise DataError(
+        "vLLM cannot run a quantised embedding or head of this format", where=prefix, found=stored.form.name,
+        hint="dequantise it in the source and convert again",
+    )  # fmt: skip

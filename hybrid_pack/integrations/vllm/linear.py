@@ -11,6 +11,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from hybrid_pack.errors import DataError
 from hybrid_pack.formats import e8m0
+from hybrid_pack.integrations.vllm.arriving import arriving, expect
 from hybrid_pack.integrations.vllm.base import INTEGERS, Stored, name_of
 from hybrid_pack.integrations.vllm.dequantised import DequantisedLinearMethod
 from hybrid_pack.integrations.vllm.fits import why_not_held
@@ -86,7 +87,7 @@ def linear_method(config: HybridPackConfig, layer: Any, prefix: str, stored: Sto
         DataError: Neither vLLM nor this can run it.
     """
     if stored.plain:
-        return UnquantizedLinearMethod()
+        return arriving(UnquantizedLinearMethod(), stored, prefix)
     if prefix.rpartition(".")[2] == _READ_BY_ATTENTION:
         return _dequantised(stored, prefix, "vLLM's attention reads its weight")
     names, make = _candidates(stored)
@@ -177,6 +178,8 @@ def _guarded(method: Any, stored: Stored, prefix: str) -> Any:
             reason = f"failed: {type(error).__name__}: {error}"
         if reason is None:
             _tell(f"run by vLLM's {type(method).__name__}", stored, prefix)
+            names = set(dict(layer.named_parameters(recurse=False))) - before
+            expect(method, layer, names, stored, prefix, len(output_partition_sizes))
             return
         for name in set(dict(layer.named_parameters(recurse=False))) - before:
             delattr(layer, name)
