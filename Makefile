@@ -14,7 +14,7 @@ test: $(VENV)/.installed-dev
 
 test-vllm: $(VENV)/.installed-dev
 	test -x $(VENV)-vllm/bin/python || tests/integrations/vllm_site.sh $(BIN)/python $(VENV)-vllm
-	HYBRID_PACK_REQUIRE_VLLM=1 $(VENV)-vllm/bin/python -m pytest -n 2 $(addprefix tests/integrations/test_vllm_,interface.py linear.py real.py real_base.py real_arrivals.py)
+	HYBRID_PACK_REQUIRE_VLLM=1 $(VENV)-vllm/bin/python -m pytest -n 2 $(addprefix tests/integrations/test_vllm_,interface.py linear.py real.py real_base.py real_arrivals.py real_reload.py)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

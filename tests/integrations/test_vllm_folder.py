@@ -9,7 +9,7 @@ import pytest
 import hybrid_pack
 from hybrid_pack.errors import EnvironmentFailure
 from hybrid_pack.integrations.vllm.base import BaseTensors
-from hybrid_pack.integrations.vllm.folder import Folder
+from hybrid_pack.integrations.vllm.folder import Folder, commits
 from tests.hub.conftest import REPO, tree
 from tests.hub.server import Hub
 
@@ -38,3 +38,11 @@ def test_a_folder_is_taken_as_it_is(good_pack: Path) -> None:
 def test_what_is_not_on_the_hub_says_how_to_look(remote: Hub) -> None:
     with pytest.raises(EnvironmentFailure, match="hybrid-pack pull org/other"):
         Folder.find("org/other", None, None)
+
+
+def test_commits_are_those_of_what_was_fetched(remote: Hub) -> None:
+    assert commits(REPO) == {}
+    folder = Folder.find(REPO, None, None)
+    assert folder.repo is not None
+    assert commits(REPO) == {"main": folder.repo[1]}
+    assert commits("org/other") == {}

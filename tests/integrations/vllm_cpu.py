@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
                 found["of_draft"] = config.quant_config.get_quant_method(embedding, case["draft_embedding"]) is not None
         if case.get("reload"):
             rename(case.get("renamed_again", {}))
+            if case.get("swap"):
+                shutil.rmtree(case["reload"])
+                shutil.copytree(case["swap"], case["reload"])
             reload(model, config, case["reload"])
             found["again"] = look(model)
     import vllm

@@ -96,7 +96,7 @@ class HybridPackConfig(QuantizationConfig):
         first process.
 
         How a pack's base is stored decides what is compiled, and vLLM's key for what it has compiled knows of a model
-        only its name and config.json; so the headers' digest becomes part of the latter.
+        only its name and config.json; so the headers' digest, or the commits of a Hub id, become part of the latter.
         """
         spawn_if_needed(logger)
         self.model = model_name
@@ -109,6 +109,10 @@ class HybridPackConfig(QuantizationConfig):
                 from hybrid_pack.integrations.vllm.base import BaseTensors
 
                 hf_config.hybrid_pack_base = BaseTensors.read(Path(model_name), bias).digest()
+        elif (hf_config := kwargs.get("hf_config")) is not None:
+            from hybrid_pack.integrations.vllm.folder import commits
+
+            hf_config.hybrid_pack_base = commits(model_name)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Follow a model's renaming of modules."""

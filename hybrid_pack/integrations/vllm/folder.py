@@ -9,6 +9,18 @@ from hybrid_pack.errors import EnvironmentFailure
 from hybrid_pack.io.manifest import MANIFEST
 
 
+def commits(model: str) -> dict[str, str]:
+    """Commits that the Hub's own cache has for the branches and tags of a Hub id.
+
+    vLLM fetches config.json there, whatever folder it is told to fetch weights to.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    refs = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model, repo_type="model") / "refs"
+    return {path.relative_to(refs).as_posix(): path.read_text() for path in sorted(refs.rglob("*")) if path.is_file()}
+
+
 @dataclass(frozen=True)
 class Folder:
     """A pack's folder.
@@ -17,11 +29,13 @@ class Folder:
         root: The folder.
         repo: Hub id and commit it is a snapshot of; None for a folder of the user's.
         cache: Folder of the cache, None for the default.
+        revision: Branch, tag or commit of the Hub id that was asked for; None for its main branch.
     """
 
     root: Path
     repo: tuple[str, str] | None = None
     cache: str | None = None
+    revision: str | None = None
 
     @classmethod
     def find(cls, model: str, revision: str | None, cache: str | None) -> Folder:
@@ -41,7 +55,19 @@ class Folder:
                 f"cannot fetch {MANIFEST}", where=model, found=f"{type(error).__name__}: {error}",
                 hint=f"`hybrid-pack pull {model} --out DIR` says more; then serve DIR",
             ) from error  # fmt: skip
-        return cls(manifest.parent, (model, manifest.parent.name), cache)
+        return cls(manifest.parent, (model, manifest.parent.name), cache, revision)
+
+    def commit_now(self) -> str | None:
+        """The commit that the Hub's cache has by now for the revision; None if unknown.
+
+        vLLM fetches base tensors by the revision, not by the commit.
+        """
+        if self.repo is None:
+            return None
+        try:
+            return (self.root.parents[1] / "refs" / (self.revision or "main")).read_text().strip() or None
+        except OSError:  # the revision is a commit
+            return None
 
     def base(self) -> Path:
         """The folder, with the base tensors in it."""

@@ -17,6 +17,7 @@ from hybrid_pack.integrations.vllm.drafts import Decoder
 from hybrid_pack.integrations.vllm.experts import RankExperts
 from hybrid_pack.integrations.vllm.folder import Folder
 from hybrid_pack.integrations.vllm.options import Options, misplaced, parse_options
+from hybrid_pack.integrations.vllm.place import Place
 from hybrid_pack.integrations.vllm.source import Source, fp8_kv_cache
 from hybrid_pack.integrations.vllm.versions import indexer_keys
 from hybrid_pack.runtime.pack import Pack, open_pack
@@ -75,6 +76,7 @@ class Session:
     Attributes:
         folder: Where it is.
         pack: The pack.
+        place: Tells whether it is still where it was.
         base: What its base tensors are stored as.
         source: vLLM's own config for the source's format.
         engine: The engine's settings.
@@ -90,6 +92,7 @@ class Session:
     ) -> None:
         self.folder, self.source, self.engine, self.options = folder, source, engine, options
         self.pack: Pack = open_pack(folder.root)
+        self.place = Place(folder, self.pack.manifest.self_digest)
         self.base = BaseTensors.read(folder.base(), self.pack.manifest.report.options.mx_bias)
         self.base.indexer_keys = indexer_keys(str(vllm_version))
         self.decoder = Decoder(layers)
@@ -122,16 +125,19 @@ class Session:
         return session
 
     def require_same_model(self) -> None:
-        """Refuse base weights of another folder, for the experts would stay those of this one.
+        """Refuse base weights of another pack, for the experts would stay those of this one.
 
         Raises:
-            UsageError: vLLM was told to reload weights from somewhere else.
+            UsageError: vLLM was told to reload weights from somewhere else, or another pack was put in the place of
+                this one.
         """
         now = None if self.served is None else self.served()
-        if now != self._first:
+        first, found = (self._first, now) if now != self._first else self.place.other() or (None, None)
+        if first != found:
             raise UsageError(
                 "weights cannot be loaded from another model: experts stay those of the first", where=self.folder.root,
-                expected=self._first, found=now, hint="start vLLM anew with the other model",
+                expected=first, found=found,
+                hint="this engine cannot go on, since its weights were taken away: start vLLM anew",
             )  # fmt: skip
 
     def experts(self, rank: int) -> RankExperts:
