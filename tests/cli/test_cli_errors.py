@@ -191,7 +191,7 @@ def test_verify_finds_a_flipped_bit(folder: Path, command: Command) -> None:
     flip(SHARD)(folder)
     result = command("verify", "pack")
     assert result.code == 1
-    assert re.fullmatch(rf"hybrid-pack: pack: \d+ finding\(s\); first: .*{SHARD[5:]}.*", result.err.splitlines()[-1])
+    assert re.fullmatch(rf"hybrid-pack: pack: \d+ finding; first: .*{SHARD[5:]}.*", result.err.splitlines()[-1])
 
 
 def fail_with(error: BaseException) -> Callable[..., Any]:
