@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from hybrid_pack.io.names import likeliest_expert, looks_like_expert, parse
 from hybrid_pack.io.safetensors import FileHeader
 from hybrid_pack.io.shards import Located, Shards, read_shards
 from hybrid_pack.io.tiers import KeptFormat, Layer, open_layer, tiers
+from hybrid_pack.runnable import levels_problem, why_not_run
 
 __all__ = [
     "Checkpoint", "Expert", "KeptFormat", "Layer", "Matrix", "RowView", "SourceOptions", "open_checkpoint",
@@ -195,6 +196,18 @@ def _bias_notes(layers: Iterable[Layer], mx_bias: int) -> list[str]:
     ]
 
 
+def _run_notes(layers: Collection[Layer], config: ModelConfig, *, biased: bool) -> list[str]:
+    """What keeps runtimes from running a pack of these experts, however well it was made."""
+    problem = why_not_run(config.activation, gated=is_gated(config.activation), biases=biased)
+    if problem is not None:
+        return [
+            f"no runtime of this version runs these experts: {problem}. A pack of them is marked so (layout of "
+            "hybrid_pack.json): HybridMoE and vLLM's plugin refuse it by name"
+        ]
+    levels = levels_problem(config.nf3_levels) if any(layer.tail for layer in layers) else None
+    return [] if levels is None else [f"only the backend torch, a slow reference, runs a pack of this tail: {levels}"]
+
+
 def _require_bias_use(layers: Iterable[Layer], mx_bias: int) -> None:
     formats = (m.format for layer in layers for e in layer.experts.values() for m in e.matrices)
     if mx_bias != 127 and not any(form.scale_bias == mx_bias for form in formats):
@@ -268,8 +281,7 @@ def open_checkpoint(
     _require_bias_use(layers.values(), mx_bias)
     biased = any(expert.biases for layer in layers.values() for expert in layer.experts.values())
     _require_gates(config, layers)
-    if biased:
-        notes.append("experts have biases, which no kernel here adds: the pack is marked so that none runs it")
+    notes += _run_notes(layers.values(), config, biased=biased)
     index_digest = shards.files[0].digest if shards.index_text is None else blake3_digest(shards.index_text)
     order = {file.path: i for i, file in enumerate(shards.files)}
     return Checkpoint(

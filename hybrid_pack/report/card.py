@@ -130,13 +130,26 @@ def _sizes(view: PackView) -> str:
     return _table(("", ""), rows)
 
 
-def _serving(tp: int, ep: int) -> str:
-    """How vLLM serves it; nothing where it cannot, since it splits experts one way only."""
+def _serving(view: PackView, decoder: Mapping[str, Any]) -> str:
+    """How vLLM serves it; nothing where it cannot, since it splits experts one way only and wants all layers'.
+
+    A layer behind the decoder's is a draft's (MTP), which is asked for only where a user wants it.
+    """
+    tp, ep = view.tensor_parallel, view.expert_parallel
     if tp > 1 and ep > 1:
         return ""
+    number = decoder.get("num_hidden_layers")
+    lacking = sorted(i for i in view.omitted if not isinstance(number, int) or i < number)
+    if lacking:
+        layers = f"layer{'s' if len(lacking) > 1 else ''} {spans(lacking)}"
+        return f"It cannot be served: experts are not in it, those of {layers}.\n\n"
     options = f" --tensor-parallel-size {max(tp, ep)}" if tp * ep > 1 else ""
     options += " --enable-expert-parallel" if ep > 1 else ""
-    return f"""Stock vLLM serves it, with the plugin that `hybrid-pack[vllm]` brings:
+    slow = ""
+    if view.not_b12x is not None:
+        slow = f", and slowly, by its reference backend: {marked(view.not_b12x)}"
+        options += " --enforce-eager"
+    return f"""Stock vLLM serves it, with the plugin that `hybrid-pack[vllm]` brings{slow}:
 ```
 pip install "hybrid-pack[vllm]"
 hybrid-pack pull {REPOSITORY} --out pack
@@ -145,14 +158,28 @@ vllm serve pack{options}
 """
 
 
-def _loading(view: PackView) -> str:
+def _running(view: PackView, decoder: Mapping[str, Any], layer: int) -> tuple[str, str]:
+    """(lines of Python, what follows them): how loaded experts are run, or that nothing runs them."""
+    if view.not_run is not None:
+        return "", f"**No runtime of this version runs these experts**: {marked(view.not_run)}.\n\n"
+    return (
+        f"moe = hybrid_pack.runtime.HybridMoE(loaded[{layer}], top_k={view.top_k}, max_tokens=8192)\n"
+        f"y = moe(x, topk_weights, topk_ids)  # this rank's partial sum, bf16 [tokens, {view.hidden}]\n",
+        _serving(view, decoder),
+    )
+
+
+def _loading(view: PackView, decoder: Mapping[str, Any]) -> str:
     tp, ep = view.tensor_parallel, view.expert_parallel
     folder = f"experts/tp{tp}-ep{ep}"
     split = f"tensor parallel {tp}" + (f" and expert parallel {ep}" if ep > 1 else "")
-    wanted = [layer.layer for layer in view.layers]
+    layer = view.layers[0].layer
+    calls, then = _running(view, decoder, layer)
+    with_b12x = "" if view.not_run is not None or view.not_b12x is not None else "[b12x]"
+    run = "" if view.not_run is not None else "; experts run as above"
     return f"""Put the id of this repository in place of `{REPOSITORY}`:
 ```
-pip install "hybrid-pack[b12x]"
+pip install "hybrid-pack{with_b12x}"
 hybrid-pack pull {REPOSITORY} --rank 0 --out pack  # this rank's part and the other tensors, every digest checked
 hybrid-pack verify pack --rank 0
 ```
@@ -161,14 +188,12 @@ import hybrid_pack
 
 pack = hybrid_pack.open_pack("pack", expect_tp={tp})
 loaded = pack.load_rank(0, "cuda")  # one read, digests checked, nothing repacked
-moe = hybrid_pack.runtime.HybridMoE(loaded[{wanted[0]}], top_k={view.top_k}, max_tokens=8192)
-y = moe(x, topk_weights, topk_ids)  # this rank's partial sum, bf16 [tokens, {view.hidden}]
-```
-{_serving(tp, ep)}* The experts are cut for **{split}**; another size needs another pack. Rank r reads
+{calls}```
+{then}* The experts are cut for **{split}**; another size needs another pack. Rank r reads
   `{folder}/rank-<r>` and the other tensors, nothing else: the folders of other ranks need not be there.
 * Of transformers only tokenizer and configuration are of use here, and load as the source's do. The other tensors are
-  plain safetensors with the source's names; experts run as above.
-* On a CPU, `pack.load_layer({wanted[0]}, rank=0, device="cpu").dequantize(expert)` gives an expert's weights."""
+  plain safetensors with the source's names{run}.
+* On a CPU, `pack.load_layer({layer}, rank=0, device="cpu").dequantize(expert)` gives an expert's weights."""
 
 
 def _measured(view: PackView) -> str:
@@ -275,7 +300,7 @@ A row is a layer, a column an expert: {_tier_names(view)}. `hybrid-pack report p
 ## How to load it
 {WARNING}
 
-{_loading(view)}
+{_loading(view, decoder)}
 
 ## What was measured
 {_measured(view)}

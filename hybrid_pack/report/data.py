@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from hybrid_pack.io.declared import differences, quantized_lines
 from hybrid_pack.io.manifest import topology_of
+from hybrid_pack.runnable import levels_problem, why_not_run
 from hybrid_pack.schemas.manifest import Manifest, Report, ShardEntry
 
 Tier = Literal["kept", "tail"]
@@ -112,6 +113,8 @@ class PackView:
         num_experts: E.
         top_k: Experts a token visits.
         activation: Of the experts.
+        not_run: Why no backend runs them; None where one does.
+        not_b12x: Why only the reference backend does; None where b12x does too, or none does.
         matrices: Matrices of an expert, 3 or (without a gate) 2.
         layers: Ascending.
         ranks: Ascending.
@@ -123,6 +126,7 @@ class PackView:
         experts_cast: Experts whose format was changed without loss.
         counts: What else conversion counted, in words, with the number.
         options: Options of the conversion that decide bytes, in words.
+        omitted: Layers whose experts are not in the pack.
         differs: In what the pack is not its source, as far as no other attribute says it.
         notes: Of the conversion.
         source_digests: Of the source, by what they cover.
@@ -141,6 +145,8 @@ class PackView:
     num_experts: int
     top_k: int
     activation: str
+    not_run: str | None
+    not_b12x: str | None
     matrices: int
     layers: tuple[LayerView, ...]
     ranks: tuple[RankView, ...]
@@ -152,6 +158,7 @@ class PackView:
     experts_cast: int
     counts: tuple[tuple[str, int], ...]
     options: tuple[tuple[str, str], ...]
+    omitted: tuple[int, ...]
     differs: tuple[str, ...]
     notes: tuple[str, ...]
     source_digests: tuple[tuple[str, str], ...]
@@ -258,6 +265,9 @@ def make_view(manifest: Manifest, here: Collection[str]) -> PackView:
     """
     report, geometry, layout, source = manifest.report, manifest.geometry, manifest.layout, manifest.source
     files = (*manifest.base.files, *manifest.files)
+    gated = layout.w13_order != "up"
+    not_run = why_not_run(layout.activation, gated=gated, biases=layout.expert_biases)
+    tail = any(tiers.tail for tiers in manifest.layers.values())
     return PackView(
         name=source.name,
         made_by=f"{manifest.created_by.tool} {manifest.created_by.version}",
@@ -270,7 +280,9 @@ def make_view(manifest: Manifest, here: Collection[str]) -> PackView:
         num_experts=geometry.num_experts,
         top_k=geometry.top_k,
         activation=layout.activation,
-        matrices=2 if layout.w13_order == "up" else 3,
+        not_run=not_run,
+        not_b12x=levels_problem(layout.nf3_levels) if tail and not_run is None else None,
+        matrices=3 if gated else 2,
         layers=tuple(
             LayerView(int(i), tiers.kept, tiers.tail, KEPT_NAMES[tiers.kept_scale_format])
             for i, tiers in manifest.layers.items()
@@ -303,6 +315,7 @@ def make_view(manifest: Manifest, here: Collection[str]) -> PackView:
             ("MXFP4 scales above the kernel's largest, saturated", report.scales_saturated),
         ),
         options=_options(manifest),
+        omitted=report.layers_omitted,
         differs=_differs(report),
         notes=report.notes,
         source_digests=(("configuration", source.config_digest), ("index", source.index_digest)),

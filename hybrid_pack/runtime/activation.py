@@ -1,26 +1,12 @@
-"""The activations of experts, by the names a manifest has for them.
-
-==================================  ==========================================================  ====================
-name                                of gate g and up u                                          models
-==================================  ==========================================================  ====================
-``silu``                            ``silu(g) * u``                                             most
-``silu(limit=L)``                   the same, g first at most L, u within -L..L                 DeepSeek-V4
-``swigluoai(alpha=A, limit=L)``     ``g * sigmoid(A * g) * (u + 1)``, g and u as above           gpt-oss, MiniMax-M3
-``relu2``                           ``max(u, 0)^2``; there is no gate                           Nemotron-3
-==================================  ==========================================================  ====================
-"""
+"""The arithmetic of the activations that ``hybrid_pack.runnable`` knows by name."""
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import dataclass
 
 import torch
 
-SUPPORTED = "silu, silu(limit=L), swigluoai(alpha=A, limit=L) or relu2"
-_SILU = re.compile(r"silu(?:\(limit=([0-9.eE+-]+)\))?")
-_SWIGLUOAI = re.compile(r"swigluoai\(alpha=([0-9.eE+-]+), limit=([0-9.eE+-]+)\)")
+from hybrid_pack.runnable import parse_formula
 
 
 @dataclass(frozen=True)
@@ -70,24 +56,13 @@ class Relu2:
 Activation = GatedSilu | SwigluOai | Relu2
 
 
-def _positive(*texts: str) -> tuple[float, ...] | None:
-    """Finite numbers above zero, or None."""
-    try:
-        found = tuple(map(float, texts))
-    except ValueError:
-        return None
-    return found if all(math.isfinite(value) and value > 0 for value in found) else None
-
-
 def parse_activation(text: str) -> Activation | None:
     """The activation a manifest names, or None where it is not one of those supported."""
-    if text == "relu2":
+    formula = parse_formula(text)
+    if formula is None:
+        return None
+    if formula.kind == "relu2":
         return Relu2()
-    if (match := _SWIGLUOAI.fullmatch(text)) is not None:
-        numbers = _positive(*match.groups())
-        return None if numbers is None else SwigluOai(*numbers)
-    match = _SILU.fullmatch(text)
-    if match is None or match[1] is None:
-        return None if match is None else GatedSilu()
-    numbers = _positive(match[1])
-    return None if numbers is None else GatedSilu(*numbers)
+    if formula.alpha is not None and formula.limit is not None:
+        return SwigluOai(formula.alpha, formula.limit)
+    return GatedSilu(formula.limit)

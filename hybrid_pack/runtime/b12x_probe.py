@@ -17,11 +17,9 @@ from types import ModuleType
 
 import torch
 
-from hybrid_pack.formats.nf3 import DEFAULT_LEVELS
-from hybrid_pack.runtime.activation import SUPPORTED
+from hybrid_pack.runnable import BIASES, SUPPORTED, gate_problem, levels_problem
 from hybrid_pack.runtime.b12x_activation import kernel_activation
 from hybrid_pack.runtime.layer import LayerGeometry
-from hybrid_pack.runtime.torch_backend import BIASES, gate_problem
 from hybrid_pack.sharding import Tiles, tiles_for
 
 VERSION = "1.1.0"
@@ -156,14 +154,14 @@ def layer_problems(geometry: LayerGeometry, tiles: Tiles, *, kept: bool, tail: b
         problems.append(f"the layer says tiles {tiles}, but {sizes} are packed for {right or 'none that b12x has'}")
     if kernel_activation(geometry.activation) is None:
         problems.append(f"the activation {geometry.activation!r} is not run by b12x here, only {SUPPORTED}")
-    elif (problem := gate_problem(geometry)) is not None:
+    elif (problem := gate_problem(geometry.activation, gated=geometry.gated)) is not None:
         problems.append(problem)
     if geometry.expert_biases:
         problems.append(BIASES)
     if kept and geometry.kept_scale_format not in SCALE_FORMATS:
         problems.append(f"kept experts have scales {geometry.kept_scale_format!r}, not one of {SCALE_FORMATS}")
-    if tail and tuple(geometry.nf3_levels) != DEFAULT_LEVELS:
-        problems.append(f"the NF3 levels {geometry.nf3_levels} are not those built into the kernel, {DEFAULT_LEVELS}")
+    if tail and (problem := levels_problem(geometry.nf3_levels)) is not None:
+        problems.append(problem)
     return problems
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hybrid_pack.runtime.activation import SUPPORTED, Relu2, parse_activation
+from hybrid_pack.runnable import why_not_run
+from hybrid_pack.runtime.activation import Relu2, parse_activation
 from hybrid_pack.runtime.layer import LayerGeometry, PackedMoELayer
-
-BIASES = "its experts have biases (base tensors), which no backend of this version adds"
 
 
 def why_not(layer: PackedMoELayer) -> str | None:
@@ -17,16 +16,7 @@ def why_not(layer: PackedMoELayer) -> str | None:
 
 def why_not_geometry(geometry: LayerGeometry) -> str | None:
     """Why experts cannot be run, or None if they can."""
-    if parse_activation(geometry.activation) is None:
-        return f"the activation {geometry.activation!r} is not supported, only {SUPPORTED}"
-    return gate_problem(geometry) or (BIASES if geometry.expert_biases else None)
-
-
-def gate_problem(geometry: LayerGeometry) -> str | None:
-    """What is wrong where experts have a gate and a known activation has none, or the other way around; else None."""
-    if isinstance(parse_activation(geometry.activation), Relu2) != geometry.gated:
-        return None
-    return f"the activation {geometry.activation!r} is of experts with{'out' if geometry.gated else ''} a gate"
+    return why_not_run(geometry.activation, gated=geometry.gated, biases=geometry.expert_biases)
 
 
 class TorchBackend:

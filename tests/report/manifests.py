@@ -40,6 +40,7 @@ def document(
     notes: list[str] | None = None,
     activation: str = "silu",
     created_by: str = "hybrid-pack",
+    omitted: list[int] | None = None,
 ) -> Document:
     """A manifest as plain JSON values, without its self digest."""
     topology = topology or Topology(4)
@@ -111,7 +112,7 @@ def document(
                 "kept_format": None, "requantize": False, "mx_bias": 127, "search": "mse", "importance": None,
                 "hessians": f"blake3:{NOTHING}" if any(e["method"] == "gptq" for e in quantized or ()) else None,
             },
-            "layers_omitted": [], "notes": notes or [],
+            "layers_omitted": omitted or [], "notes": notes or [],
         },
     }  # fmt: skip
 

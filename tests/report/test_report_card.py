@@ -248,6 +248,17 @@ def test_it_says_how_vllm_serves_it(tp: int, ep: int, command: str | None) -> No
     assert command is None or command in text
 
 
+def test_a_pack_of_some_layers_is_not_announced_as_served() -> None:
+    """The plugin refuses a model of which it has not all experts."""
+    made = view(omitted=[1, 6, 7])
+    for config, lacking in (({}, "layers 1, 6-7"), ({"num_hidden_layers": 9}, "layers 1, 6-7"),
+                            ({"text_config": {"num_hidden_layers": 6}}, "layer 1")):  # fmt: skip
+        text = model_card(made, config, {})
+        assert "vllm" not in text and f"It cannot be served: experts are not in it, those of {lacking}.\n" in text
+        assert "HybridMoE" in text, "those that are in it can be run"
+    assert "vllm serve pack" in model_card(view(omitted=[10]), {"num_hidden_layers": 10}, {}), "no draft, but served"
+
+
 def test_only_an_untouched_card_is_ours() -> None:
     text = card()
     assert text == card()
