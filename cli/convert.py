@@ -51,7 +51,10 @@ if TYPE_CHECKING:
     help="Gate and up with second-level scales that are no power of two apart.",
 )
 @click.option(
-    "--dry-run", is_flag=True, help="Print the plan, from headers only, and what would be refused; write nothing."
+    "--dry-run",
+    is_flag=True,
+    help="Print the plan, and what would be refused as far as headers and (of a folder) second-level scales tell; "
+    "write nothing.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of tables.")
 def command(

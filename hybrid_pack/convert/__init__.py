@@ -19,6 +19,7 @@ from hybrid_pack.convert.journal import STATE, Journal
 from hybrid_pack.convert.repair import begin_repair, end_repair, put_back
 from hybrid_pack.convert.resources import Resources, raise_open_files, require_disk, resources
 from hybrid_pack.convert.scales import OnScaleMismatch
+from hybrid_pack.convert.seconds import second_scales, wanted_experts
 from hybrid_pack.convert.survey import Survey, survey, weight_sizes
 from hybrid_pack.convert.unchanged import require_same_headers, source_times
 from hybrid_pack.convert.warmup import compile_kernels
@@ -128,6 +129,8 @@ def check(
 ) -> tuple[Resources, Survey]:
     """What ``convert`` would need and find; refuses what it would refuse, but for the disk and the source's payload.
 
+    Of the payload second-level scales are read, since they refuse whole checkpoints; not of stand-ins, which have none.
+
     Args:
         plan: From ``make_plan``.
         out: Folder of the pack; nothing is written to it.
@@ -145,6 +148,9 @@ def check(
         if headers_only:
             del fingerprint["source_times"]
         found = survey(out, plan, fingerprint, resume=resume, overwrite=overwrite)
+        if not headers_only and not found.complete:
+            with TensorReader() as reader:
+                second_scales(plan, wanted_experts(plan, found.done), reader, on_scale_mismatch)
         return resources(plan, out, workers, max_ram), found
     except OSError as error:
         raise _environment(error, out, plan) from error

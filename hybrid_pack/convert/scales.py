@@ -91,22 +91,6 @@ def power_of_two_ratio(a: float, b: float) -> bool:
     return math.frexp(a)[0] == math.frexp(b)[0]
 
 
-def check_pair(matrix: Matrix, gate: float, up: float, where: str, on_mismatch: OnScaleMismatch) -> None:
-    """Gate and up share one global scale: refuse a pair that block scales cannot make up for exactly.
-
-    Raises:
-        DataError: They differ by something else than a power of two, and requantising was not asked for.
-    """
-    if on_mismatch == "refuse" and not power_of_two_ratio(gate, up):
-        raise DataError(
-            f"{where}: gate and up have second-level scales that are no power of two apart",
-            where=matrix.second,
-            expected=f"up's {up!r} times a power of two",
-            found=repr(gate),
-            hint="--on-scale-mismatch requantize rescales the block scales to the larger one and reports the error",
-        )
-
-
 @lru_cache(maxsize=2)
 def _nf3_table(scale_times_16: bool) -> ScaleTable:
     return scale_bytes.nf3_table(e4m3.VALUES / 16 if scale_times_16 else e4m3.VALUES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +14,11 @@ from hybrid_pack.convert.expert import ExpertPacker
 from hybrid_pack.convert.gptq import HessianCache
 from hybrid_pack.convert.journal import Journal
 from hybrid_pack.convert.layer import LayerJob
-from hybrid_pack.convert.scales import OnScaleMismatch, check_pair, check_second
-from hybrid_pack.io.checkpoint import Layer
+from hybrid_pack.convert.scales import OnScaleMismatch
+from hybrid_pack.convert.seconds import second_scales, second_tensors, wanted_experts
 from hybrid_pack.io.progress import Progress
 from hybrid_pack.io.reader import TensorReader
 from hybrid_pack.io.supply import Group, Supply
-from hybrid_pack.io.weights import second_scale
 from hybrid_pack.plan import BasePlan, Plan
 
 
@@ -34,41 +33,17 @@ class Worker:
 Task = Callable[[Worker], int]
 
 
-def _second_scales(
-    layer: Layer, wanted: list[int], reader: TensorReader, on_mismatch: OnScaleMismatch
-) -> Mapping[int, list[float]]:
-    """Second-level scales of the matrices of each expert, checked before any expert is packed."""
-    seconds: dict[int, list[float]] = {}
-    for expert in wanted:
-        matrices = layer.experts[expert]
-        where = f"layer {layer.index} expert {expert}"
-        seconds[expert] = [1.0] * len(matrices.matrices)
-        kept = expert in layer.kept
-        for i, matrix in enumerate(matrices.matrices):
-            seconds[expert][i] = second_scale(reader, matrix, where)
-            if kept and layer.kept_format == matrix.format.name == "nvfp4":
-                check_second(matrix, seconds[expert][i], where)
-        gate, up = matrices.gate, matrices.up
-        if kept and gate is not None and layer.kept_format == gate.format.name == up.format.name == "nvfp4":
-            check_pair(gate, seconds[expert][0], seconds[expert][1], where, on_mismatch)
-    return seconds
-
-
 def layer_jobs(
     out: Path, plan: Plan, done: Collection[str], reader: TensorReader, on_mismatch: OnScaleMismatch, supply: Supply
 ) -> list[LayerJob]:
     """The layers with files that are not done, their second-level scales checked."""
+    wanted = wanted_experts(plan, done)
+    supply.fetch(second_tensors(plan, wanted))
+    seconds = second_scales(plan, wanted, reader, on_mismatch)
     jobs = []
-    todo = sorted({s.layer for s in plan.shards if s.path not in done})
-    matrices = (m for i in todo for expert in plan.source.layers[i].experts.values() for m in expert.matrices)
-    supply.fetch(m.second for m in matrices if m.second is not None)
-    for index in plan.layers:
+    for index in wanted:
         shards = [s for s in plan.shards if s.layer == index and s.path not in done]
-        if shards:
-            layer = plan.source.layers[index]
-            wanted = sorted({e for s in shards for e in (*s.kept, *s.tail)})
-            seconds = _second_scales(layer, wanted, reader, on_mismatch)
-            jobs.append(LayerJob(out, plan, layer, shards, seconds, on_mismatch))
+        jobs.append(LayerJob(out, plan, plan.source.layers[index], shards, seconds[index], on_mismatch))
     return jobs
 
 

@@ -270,16 +270,29 @@ def test_mxfp4_bytes_are_moved_and_exact(largest: int, copy: Copy, tmp_path: Pat
 UNEQUAL = small(second_scale="unequal")
 
 
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
 def test_unequal_second_scales_are_refused(
-    sources: Sources, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    more: list[str], sources: Sources, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Of the dry run as well: they are a few numbers, and refuse whole checkpoints."""
     out = tmp_path / "out"
-    assert run(["convert", str(sources(UNEQUAL)), "--out", str(out)]) == 1
+    experts = source_experts(sources(UNEQUAL))
+    pairs = {
+        (layer, expert): [roles[role].second for role in ("gate", "up")]
+        for layer, found in experts.items()
+        for expert, roles in found.items()
+        if roles["gate"].name == "nvfp4"
+    }
+    apart = [key for key, (gate, up) in pairs.items() if math.frexp(gate)[0] != math.frexp(up)[0]]
+    layers = len({layer for layer, _ in apart})
+    assert len(apart) > 1 and layers > 1
+    assert run(["convert", str(sources(UNEQUAL)), "--out", str(out), *more]) == 1
     line = capsys.readouterr().err.splitlines()[-1]
     assert re.search(
         rf"hybrid-pack: .*{re.escape(LAYER)}\.{KEPT}\.gate_proj\.weight_scale_2: layer 1 expert {KEPT}: "
         r"gate and up have second-level scales that are no power of two apart \(expected up's .* times a power of two, "
-        r"found .*\); --on-scale-mismatch requantize rescales",
+        rf"found .*; so it is in {len(apart)} of {len(pairs)} kept experts with NVFP4 pairs, in {layers} layers\); "
+        r"--on-scale-mismatch requantize rescales",
         line,
     ), line
     assert not out.exists()
