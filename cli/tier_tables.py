@@ -25,8 +25,8 @@ def _rule(rule: Rule, floor: int) -> str:
         by = "share of its layer" if rule.rank_by == "share" else "raw saliency"
         return f"{size(rule.nbytes)} of weights a rank, by {by}, at least {floor} kept a layer"
     if isinstance(rule, KeepFraction):
-        return f"{float(rule.fraction):.4g} of each layer"
-    return f"{rule.count} of each layer"
+        return f"{float(100 * rule.fraction):.4g} % of each layer"
+    return f"{counted(rule.count, 'expert')} of each layer"
 
 
 def _rule_json(rule: Rule, floor: int) -> dict[str, Any]:

@@ -20,8 +20,10 @@ HF_QUANT_CONFIG = "hf_quant_config.json"
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k")
 _INTERMEDIATE = ("moe_intermediate_size",)
-_WIDTH = ("routed_expert_hidden_size", "moe_latent_size")
-_ACTIVATION = ("hidden_act", "hidden_activation", "mlp_hidden_act")
+LATENT_WIDTH = ("routed_expert_hidden_size", "moe_latent_size")
+"""Width of experts that are narrower than the model (Kimi-K3, Nemotron-3), before ``hidden_size``."""
+_ACTIVATION = ("mlp_hidden_act", "hidden_act", "hidden_activation")
+"""The first that is there: Nemotron-3 has Mamba layers too, and its MLPs have a key of their own."""
 _NO_GATE = frozenset({"relu2"})
 _OAI = ("gpt_oss", "minimax_m3")
 """Model types, or how they begin, whose experts clamp gate and up and use ``(up + 1) * gate * sigmoid(alpha * gate)``,
@@ -272,7 +274,7 @@ def read_config(root: Path, bit_map_file: Path | None = None) -> ModelConfig:
         bit_map: BitMap | None = read_bit_map_file(bit_map_file)
     else:
         bit_map = _bit_map(((path, config), (root / HF_QUANT_CONFIG, other)))
-    hidden = _first_int(decoder, _WIDTH, path, required=False) or _first_int(decoder, ("hidden_size",), path)
+    hidden = _first_int(decoder, LATENT_WIDTH, path, required=False) or _first_int(decoder, ("hidden_size",), path)
     intermediate = _first_int(decoder, _INTERMEDIATE, path, required=False) or _first_int(
         decoder, ("intermediate_size",), path
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from hybrid_pack.errors import DataError
 from hybrid_pack.formats.source import Header, SourceFormat, Unsupported, detect
-from hybrid_pack.io.config import CONFIG, ModelConfig
+from hybrid_pack.io.config import CONFIG, LATENT_WIDTH, ModelConfig
 from hybrid_pack.io.names import Family
 from hybrid_pack.io.safetensors import TensorHeader
 from hybrid_pack.io.shards import Located
@@ -285,6 +285,9 @@ def _from_roles(
     return expert
 
 
+_WIDTH_KEYS = f"the width of experts is the first there is of {', '.join((*LATENT_WIDTH, 'hidden_size'))}"
+
+
 def _sizes(where: str, expert: Expert, config: ModelConfig) -> None:
     """Every expert of every layer has the sizes config.json gives."""
     width, inner = config.hidden, config.intermediate
@@ -296,6 +299,7 @@ def _sizes(where: str, expert: Expert, config: ModelConfig) -> None:
                 where=matrix.codes,
                 expected=f"[{rows}, {columns}] by the config",
                 found=f"[{matrix.rows}, {matrix.columns}] ({matrix.format.name})",
+                hint=_WIDTH_KEYS if (matrix.rows if matrix is expert.down else matrix.columns) != width else None,
             )
 
 

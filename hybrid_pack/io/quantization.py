@@ -170,10 +170,14 @@ def expectations(source: Checkpoint, layers: Iterable[int], quantization: Quanti
 
 def _expectation(tier: str, four_bit: str, counts: Counter[str], quantization: Quantization) -> str:
     number = counts.total()
-    kinds = " or ".join(counts) if len(counts) <= 3 else f"{len(counts)} mixtures, such as {next(iter(counts))}"
-    what = f"{number} experts become" if number > 1 else "1 expert becomes"
+    kinds = " or ".join(counts)
+    if len(counts) > 3:
+        what = {False: "formats", True: "mixtures"}
+        whats = " and ".join(what[mixed] for mixed in sorted({"+" in kind for kind in counts}))
+        kinds = f"{len(counts)} {whats}, such as {next(iter(counts))}"
+    subject = f"{number} experts become" if number > 1 else "1 expert becomes"
     method = "GPTQ" if tier == "nf3" and quantization.hessians is not None else f"search {quantization.search}"
-    text = f"{what} {tier.upper()} from {kinds}"
+    text = f"{subject} {tier.upper()} from {kinds}"
     if (tier, four_bit) == ("nvfp4", "mxfp4"):
         return f"{text}: exactly where their scales allow, else quantised ({method})"
     expected = EXPECTED_DB.get((tier, quantization.search)) if method != "GPTQ" else None

@@ -64,7 +64,7 @@ def test_text(folder: Path, command: Command) -> None:
     for line in (
         r"^source +source$",
         r"^saliency +reap$",
-        r"^rule +3 of each layer$",
+        r"^rule +3 experts of each layer$",
         r"^layers +2 chosen in: 3-4$",
         r"^kept +6 of 16 experts \(37\.5%\) as NVFP4$",
         r"^kept per layer +least 3, median 3, most 3$",
@@ -288,6 +288,15 @@ def test_line_and_exit_code(case: str, json_too: bool, folder: Path, command: Co
     assert result.code == call.code, result
     assert re.search(call.message, result.line), result.line
     assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [("--keep 1", "1 expert of each layer"), ("--keep-fraction 1.0", "100 % of each layer"),
+     ("--keep-fraction 1/3", "33.33 % of each layer"), ("--keep-fraction 0.25", "25 % of each layer")],
+)  # fmt: skip
+def test_a_share_reads_as_one(folder: Path, command: Command, rule: str, words: str) -> None:
+    assert re.search(rf"^rule +{words}$", command(*PLAN.split(), *rule.split()).out, re.MULTILINE)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "planning.md"

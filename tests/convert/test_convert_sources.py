@@ -7,6 +7,8 @@ decoders of tests/reference and the libraries that write such checkpoints.
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +18,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from hybrid_pack.cli.main import run
 from hybrid_pack.convert import Conversion, convert
 from hybrid_pack.errors import DataError, UsageError
+from hybrid_pack.io.bitmap import find_bit_map
 from hybrid_pack.io.checkpoint import Checkpoint, open_checkpoint
 from hybrid_pack.io.names import FAMILIES
-from hybrid_pack.io.quantization import QuantizeOptions
+from hybrid_pack.io.quantization import QuantizeOptions, _expectation
 from hybrid_pack.io.reader import TensorReader
 from hybrid_pack.io.weights import read_matrix
 from hybrid_pack.plan import make_plan
@@ -214,6 +218,38 @@ def test_what_will_be_quantised_is_said_before(tmp_path: Path) -> None:
         "2 experts become NF3 from BF16 (search mse): about 15.8 dB",
         "2 experts become NVFP4 from BF16 (search mse): about 21.8 dB",
     ]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "words"),
+    [
+        (["MXFP8", "BF16"], "7 experts become NF3 from MXFP8 or BF16 ("),
+        (["MXFP8", "BF16", "F16", "FP8"], "14 experts become NF3 from 4 formats, such as MXFP8 ("),
+        (["BF16+F16", "BF16+F32", "BF16+FP8", "F16+FP8"], "from 4 mixtures, such as BF16+F16 ("),
+        (["MXFP8", "BF16", "F16", "BF16+FP8"], "from 4 formats and mixtures, such as MXFP8 ("),
+    ],
+)
+def test_pure_formats_are_no_mixtures(kinds: list[str], words: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "source", replace(BASE, stored=("bf16",)))
+    chosen = make_plan(open_checkpoint(tmp_path / "source"), Topology(TP)).quantization
+    numbers = [4, 3, 5, 2][: len(kinds)]
+    assert words in _expectation("nf3", "", Counter(dict(zip(kinds, numbers, strict=True))), chosen)
+
+
+def test_the_page_s_example_prints_what_convert_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The snippet of docs/guide.md, run on experts that are quantised: the notes of the command line, and a pack."""
+    write_checkpoint(tmp_path / "SRC", replace(BASE, stored=("bf16",)))
+    config = json.loads((tmp_path / "SRC" / "config.json").read_text())
+    (tmp_path / "map.json").write_text(json.dumps(find_bit_map(config)))
+    monkeypatch.chdir(tmp_path)
+    assert run(["convert", "SRC", "--bit-map", "map.json", "--tp", "4", "--pad", "--out", "O", "--dry-run"]) == 0
+    notes = [line.removeprefix("note: ") for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    page = (Path(__file__).parents[2] / "docs" / "guide.md").read_text().partition("## From Python")[2]
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(snippet, {})
+    assert notes and capsys.readouterr().out.splitlines() == notes
 
 
 def test_a_hybrid_with_a_map_of_another_is_no_request_to_quantise(tmp_path: Path) -> None:

@@ -254,7 +254,10 @@ CONFIG_CASES = (
          UsageError, {"mx_bias": 125}),
     Case("config is of a wider model",
          config(lambda d: d.update(hidden_size=256)),
-         r"0\.gate_proj\.\w+: layer 3 expert 0: .*disagree on its size .*\[128, 256\] by the config, found"),
+         r"0\.gate_proj\.\w+: layer 3 expert 0: .*disagree on its size .*\[128, 256\] by the config, found .*; "
+         r"the width of experts is the first there is of routed_expert_hidden_size, moe_latent_size, hidden_size"),
+    Case("config has a latent width that experts lack", config(lambda d: d.update(moe_latent_size=64)),
+         r"expert 0: .*disagree on its size .*\[128, 64\] by the config, found .*first there is of routed_expert"),
     Case("config is of a larger intermediate size", config(lambda d: d.update(moe_intermediate_size=256)),
          r"layer 3 expert 0: .*\[256, 128\] by the config"),
     Case("config names more experts", config(lambda d: d.update(num_experts=8, n_routed_experts=8)),

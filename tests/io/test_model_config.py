@@ -150,6 +150,12 @@ def test_what_is_no_plain_silu_is_never_taken_for_one(activation: str) -> None:
     assert found is None or type(found) is not GatedSilu
 
 
+def test_the_key_of_the_mlps_comes_before_that_of_the_model(tmp_path: Path) -> None:
+    """Nemotron-3's published configs have ``mlp_hidden_act`` (and ``mamba_hidden_act``) alone."""
+    values = {"hidden_act": "silu", "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}
+    assert read_config(minimal(tmp_path, **values)).activation == "relu2"
+
+
 def test_keys_of_step(tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(
         json.dumps({"hidden_size": 64, "moe_intermediate_size": 32, "moe_num_experts": 288, "moe_top_k": 8})
