@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 )
 @quantize_options
 @click.option("--layers", type=LAYERS, help="Pack only these layers, such as 3-5,78.")
-@click.option("--workers", type=int, help="Threads; by default two a core.")
+@click.option("--workers", type=int, help="Threads; by default two a core, with --hessians one.")
 @click.option("--max-ram", type=BYTES, help="Limit on memory, such as 1GiB; fewer workers are used to keep it.")
 @click.option(
     "--resume", is_flag=True, help="Go on with an unfinished conversion, or repair a pack; good files are kept."

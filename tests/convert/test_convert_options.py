@@ -124,6 +124,18 @@ def test_gptq_lowers_the_error_of_the_outputs(source: Path, tmp_path: Path) -> N
     assert tree(tmp_path / "gptq") == tree(tmp_path / "again")
 
 
+def test_gptq_has_one_worker_unless_told_and_the_bytes_do_not_depend_on_it(source: Path, tmp_path: Path) -> None:
+    hessians(tmp_path)
+    checkpoint = open_checkpoint(source)
+    plain = make_plan(checkpoint, Topology(1), pad=True)
+    chosen = QuantizeOptions(hessians=tmp_path / "hessians")
+    plan = make_plan(checkpoint, Topology(1), pad=True, options=chosen)
+    assert check(plain, tmp_path / "one")[0].workers > 1 == check(plan, tmp_path / "one")[0].workers
+    assert check(plan, tmp_path / "one", workers=2)[0].workers == 2
+    assert (convert(plan, tmp_path / "one").workers, convert(plan, tmp_path / "two", workers=2).workers) == (1, 2)
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+
+
 def test_options_that_do_not_go_together(source: Path, tmp_path: Path) -> None:
     importance(tmp_path)
     for options in ({"search": "weighted"}, {"importance": tmp_path / "importance.safetensors"}):
