@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Print the plan, and what would be refused as far as headers and (of a folder) second-level scales tell; "
-    "write nothing.",
+    help="Print the plan, and what would be refused as far as headers, importances, Hessians and (of a folder) "
+    "second-level scales tell; write nothing.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of tables.")
 def command(

@@ -202,6 +202,7 @@ class Plan:
             "kept_formats": {str(i): self.source.layers[i].kept_format for i in self.layers},
             "intermediate": self.intermediate,
             "options": self.options,
+            "statistics": {str(layer): digest for layer, digest in self.quantization.statistics.items()},
             "device": self.quantization.device if self.quantization.hessians else "any",  # else the bytes are equal
         }
 

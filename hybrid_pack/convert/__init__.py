@@ -80,10 +80,10 @@ def convert(
     Args:
         plan: From ``make_plan``.
         out: Folder of the pack; must be new, empty, or hold what ``resume`` or ``overwrite`` may go on with.
-        workers: Threads; by default two a core.
+        workers: Threads; by default two a core, one with Hessians.
         max_ram: Limit in bytes on resident memory; fewer workers are used to keep it.
-        resume: Go on with an unfinished conversion of the same source and options, finished files are not redone; write
-            what a finished pack of them has lost.
+        resume: Go on with an unfinished conversion of the same source and options, finished files are not redone (but
+            for layers whose importances or Hessians have changed); write what a finished pack of them has lost.
         overwrite: Remove the pack or unfinished conversion that is there first.
         on_scale_mismatch: What to do where gate and up have second-level scales that are no power of two apart.
         progress: Told how it goes on.
@@ -211,6 +211,15 @@ class _Conversion:
             begin_repair(self.out, journal, self.fingerprint)
         elif found.removal is not None or journal.fingerprint is None:
             journal.begin(self.fingerprint)
+        elif journal.manifest is None and journal.fingerprint != self.fingerprint:
+            for path in sorted(found.stale):
+                journal.forget(path)
+            journal.resume(self.fingerprint)
+            if found.stale:
+                self.progress.note(
+                    "finished files that are written anew, since the importances or Hessians of their layers have "
+                    f"changed: {len(found.stale)}"
+                )
         missing = [path for path in weight_sizes(self.plan) if not is_done(self.out, journal, path)]
         remove_unfinished(self.out, missing)
         for line in compile_kernels(quantize=self.plan.quantizes):

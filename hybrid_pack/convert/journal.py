@@ -6,6 +6,8 @@ Lines of JSON are added to ``hybrid_pack.state.partial``, never changed; a torn 
 ``{"begin": fingerprint}``      a conversion of this source and options starts from nothing; with ``"manifest"``, the
                                 text of one, it repairs that finished pack: all its files count as recorded
 ``{"path": ..., ...}``          this file is whole. The line is durable before the file gets its name
+``{"resume": fingerprint}``     from here on with these options, which differ from the earlier ones in nothing that the
+                                files recorded so far were made with
 ``{"forget": path}``            that file is not there after all. Durable before it is written anew
 ``{"clear": [paths]}``          these files are being removed, whoever comes next goes on with that
 ==============================  ================================================================================
@@ -102,6 +104,8 @@ class State:
         elif "clear" in line:
             self.fingerprint, self.records, self.clearing = None, {}, frozenset(line["clear"])
             self.manifest = None
+        elif "resume" in line:
+            self.fingerprint = line["resume"]
         elif "forget" in line:
             self.records.pop(line["forget"], None)
         elif "path" in line:
@@ -119,6 +123,8 @@ def _is_sound(line: dict[str, Any]) -> bool:
 
     if "begin" in line:
         return isinstance(line["begin"], dict) and isinstance(line.get("manifest", ""), str | None)
+    if "resume" in line:
+        return isinstance(line["resume"], dict)
     if "clear" in line:
         return isinstance(line["clear"], list) and all(map(ours, line["clear"]))
     if "forget" in line:
@@ -187,6 +193,10 @@ class Journal(State):
         """Start over for a source and options, or start to repair the finished pack of a manifest."""
         self._append({"begin": fingerprint} if manifest is None else {"begin": fingerprint, "manifest": manifest})
         fsync_folder(self.path.parent)
+
+    def resume(self, fingerprint: Record) -> None:
+        """Go on with other options. Files that these would make otherwise must have been forgotten before."""
+        self._append({"resume": fingerprint})
 
     def clear(self, paths: Iterable[str]) -> None:
         """Say that these files are going to be removed, and that no record counts any more."""

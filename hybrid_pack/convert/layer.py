@@ -164,6 +164,7 @@ class LayerJob:
             self._left -= 1
             last = not self._left
         if last:
+            self._plan.quantization.require_unchanged(self.layer.index)
             for file in files.values():
                 file.finish(journal)
         return sum(part.nbytes for part in stored.values())

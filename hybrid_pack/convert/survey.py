@@ -14,7 +14,7 @@ from hybrid_pack.convert.finish import rehearse_manifest
 from hybrid_pack.convert.journal import State, manifest_records, peek
 from hybrid_pack.convert.repair import lost_files, require_repairable
 from hybrid_pack.convert.resources import Space, existing, free_bytes
-from hybrid_pack.convert.target import check_state, existing_pack, refuse_overlap
+from hybrid_pack.convert.target import changed_layers, check_state, existing_pack, refuse_overlap
 from hybrid_pack.errors import UsageError
 from hybrid_pack.io.manifest import MANIFEST, decode_manifest
 from hybrid_pack.plan import Plan
@@ -29,6 +29,7 @@ class Survey:
         manifest: Of the finished pack of the same source and options; None where there is none.
         complete: That pack has all its files: there is nothing to do.
         done: Shards and base files that are kept.
+        stale: Finished shards that are written anew, since their layers' importances or Hessians have changed.
         removal: What is removed first; None where nothing is cleared.
         space: On the disk.
     """
@@ -36,6 +37,7 @@ class Survey:
     manifest: Manifest | None
     complete: bool
     done: frozenset[str]
+    stale: frozenset[str]
     removal: Removal | None
     space: Space
 
@@ -82,7 +84,7 @@ def survey(
     manifest = existing_pack(out, plan, fingerprint, begun=state.begun, resume=resume, overwrite=overwrite)
     sizes = weight_sizes(plan)
     if manifest is not None and not lost_files(out, manifest):
-        return Survey(manifest, True, frozenset(sizes), None, Space(0, 0, free_bytes(out)))
+        return Survey(manifest, True, frozenset(sizes), frozenset(), None, Space(0, 0, free_bytes(out)))
     _require_writable(out)
     records = state.records
     if manifest is not None:
@@ -94,12 +96,16 @@ def survey(
             require_repairable(out, plan, decode_manifest(state.manifest.encode("utf-8"), out / MANIFEST))
     found = None
     done: frozenset[str] = frozenset()
+    stale: frozenset[str] = frozenset()
     if overwrite or state.clearing is not None:
         found = removal(out, plan, state)
         require_ours(out, found)
         leftover = list(found.files)
     else:
-        done = frozenset(path for path in sizes if looks_done(out, records, path))
+        if state.manifest is None:
+            changed = changed_layers(state, fingerprint)
+            stale = frozenset(s.path for s in plan.shards if s.layer in changed and s.path in records)
+        done = frozenset(path for path in sizes if path not in stale and looks_done(out, records, path))
         leftover = list(left_over(out, (path for path in sizes if path not in done)))
     needed = plan.nbytes - sum(sizes[path] for path in done)
-    return Survey(manifest, False, done, found, Space(needed, disk_bytes(leftover), free_bytes(out)))
+    return Survey(manifest, False, done, stale, found, Space(needed, disk_bytes(leftover), free_bytes(out)))

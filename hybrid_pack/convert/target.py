@@ -13,6 +13,9 @@ from hybrid_pack.io.manifest import MANIFEST, README, read_manifest
 from hybrid_pack.plan import Plan
 from hybrid_pack.schemas.manifest import Manifest
 
+STATISTICS = frozenset({"importance", "hessians"})
+"""Options whose files are known by what each layer uses of them."""
+
 
 def _inside(path: Path, folder: Path) -> bool:
     return path == folder or folder in path.parents
@@ -137,6 +140,29 @@ def _in_the_way(out: Path, *, finished: bool) -> UsageError:
     return UsageError(f"{what} is already there", where=out, hint=hint)
 
 
+def _without_statistics(options: dict[str, Any]) -> dict[str, Any]:
+    """Options, with no more of importances and Hessians than whether they are given."""
+    return {key: value is not None if key in STATISTICS else value for key, value in options.items()}
+
+
+def _goes_on(key: str, theirs: Any, ours: Any, state: State) -> bool:
+    """Whether finished files are what they would be, though something differs."""
+    if key == "statistics":
+        return True  # of which layers they differ is for ``changed_layers``; whether they may, for the options
+    if state.manifest is not None:  # a repair: digests of files tell whether the payload is still the same
+        return key == "source_times"
+    if key == "on_scale_mismatch":
+        return bool(theirs == "refuse")  # nothing was finished that had a mismatch
+    known = state.fingerprint is not None and "statistics" in state.fingerprint
+    return key == "options" and known and _without_statistics(theirs) == _without_statistics(ours)
+
+
+def changed_layers(state: State, fingerprint: dict[str, Any]) -> frozenset[int]:
+    """Layers whose files, if there are any, were made with other importances or Hessians than those given now."""
+    theirs = (state.fingerprint or {}).get("statistics", {})
+    return frozenset(int(i) for i, digest in fingerprint["statistics"].items() if theirs.get(i, digest) != digest)
+
+
 def check_state(out: Path, state: State, fingerprint: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
     """Hold a journal against the source and the options.
 
@@ -151,7 +177,7 @@ def check_state(out: Path, state: State, fingerprint: dict[str, Any], *, resume:
         return
     for key, ours in fingerprint.items():
         theirs = state.fingerprint.get(key)
-        if theirs != ours and not (key == "source_times" and state.manifest is not None):  # there digests decide
+        if theirs != ours and not _goes_on(key, theirs, ours, state):
             raise UsageError(
                 "the unfinished conversion there is of another source or other options: "
                 + _difference(key, theirs, ours),

@@ -10,9 +10,8 @@ from hybrid_pack.plan import Plan
 
 
 def source_times(plan: Plan) -> str:
-    """A digest of sizes and modification times of all source files with tensors, and of importances and Hessians."""
-    paths = [*(f.path for f in plan.source.shards.files), *plan.quantization.paths]
-    state = [(s.st_size, s.st_mtime_ns) for s in (path.stat() for path in paths)]
+    """A digest of sizes and modification times of all source files with tensors."""
+    state = [(s.st_size, s.st_mtime_ns) for s in (file.path.stat() for file in plan.source.shards.files)]
     return blake3_digest(json.dumps(state).encode())
 
 

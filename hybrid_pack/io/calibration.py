@@ -2,11 +2,12 @@
 
 A matrix is ``gate_up`` (gate and up have the same inputs) or ``down``. A tensor may stand for one expert or, with the
 name ``shared`` in the place of the expert, for all experts of its layer that have none of their own. Everything that
-headers can tell is checked before anything is read.
+headers can tell is checked before anything is read, and all values before they are used.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_pack.errors import DataError
+from hybrid_pack.errors import DataError, EnvironmentFailure
+from hybrid_pack.io.digest import Hasher, blake3_digest, finish, new_hasher
 from hybrid_pack.io.reader import TensorReader
+from hybrid_pack.io.safetensors import TensorHeader
 from hybrid_pack.io.shards import Located
 
 F32 = NDArray[np.float32]
@@ -59,6 +62,36 @@ class Kind:
     problem: Callable[[F32], str | None]
 
 
+CHUNK_BYTES = 4 << 20
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """Size and time of modification.
+
+    Raises:
+        EnvironmentFailure: It is gone.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise EnvironmentFailure("cannot read", where=path, found=error.strerror) from error
+    return status.st_size, status.st_mtime_ns
+
+
+@dataclass(frozen=True)
+class Scanned:
+    """What one reading of everything tells.
+
+    Attributes:
+        files: Digest of each file of ``Statistics.paths``.
+        layers: By layer, a digest of the names and values of the tensors its wanted experts use: equal where a change
+            of the files does not concern the layer.
+    """
+
+    files: tuple[str, ...]
+    layers: Mapping[int, str]
+
+
 class Statistics:
     """Tensors of one kind for every wanted expert; a context manager that keeps its files open. Safe for many threads.
 
@@ -81,6 +114,7 @@ class Statistics:
             for layer, experts in wanted.experts.items():
                 for tensor in {self._find(layer, expert, matrix) for expert in experts}:
                     self._check_header(tensor, channels)
+        self._states = {path: _state(path) for path in self.paths}
 
     def _find(self, layer: int, expert: int, matrix: str) -> Located:
         tensor = self._tensors.get((layer, expert, matrix)) or self._tensors.get((layer, None, matrix))
@@ -125,7 +159,9 @@ class Statistics:
             DataError: Values that are not finite, negative where they cannot be, or all zero; the file became shorter.
             EnvironmentFailure: The system could not read.
         """
-        tensor = self._find(layer, expert, matrix)
+        return self._read(self._find(layer, expert, matrix))
+
+    def _read(self, tensor: Located) -> F32:
         values = np.empty(tensor.header.shape, np.dtype("<f4"))
         self._reader.read(tensor, values.reshape(-1).view(np.uint8))
         finite = np.isfinite(values)
@@ -137,21 +173,68 @@ class Statistics:
             raise DataError(problem, where=tensor, hint="collect it again, over text that reaches every expert")
         return values
 
-    def read_all(self) -> None:
-        """Read everything wanted once, to find out before the work what ``read`` would refuse.
+    def _used(self) -> dict[int, set[Located]]:
+        """Tensors by the layer that uses them."""
+        return {
+            layer: {self._find(layer, expert, matrix) for matrix in self._wanted.channels for expert in experts}
+            for layer, experts in self._wanted.experts.items()
+        }
+
+    def scan(self) -> Scanned:
+        """Read every file once, in order, to find out before the work what ``read`` would refuse, and for its digest.
+
+        One tensor at a time is in memory.
 
         Raises:
             DataError: As ``read``.
             EnvironmentFailure: Likewise.
         """
-        seen: set[Located] = set()
-        for matrix in self._wanted.channels:
-            for layer, experts in self._wanted.experts.items():
-                for expert in experts:
-                    tensor = self._find(layer, expert, matrix)
-                    if tensor not in seen:
-                        seen.add(tensor)
-                        self.read(layer, expert, matrix)
+        used = self._used()
+        wanted: dict[Path, list[Located]] = {}
+        for tensor in set().union(*used.values()):
+            wanted.setdefault(tensor.path, []).append(tensor)
+        digests: dict[Located, str] = {}
+        files = tuple(self._scan_file(path, wanted[path], digests) for path in self.paths)
+        layers = {
+            layer: blake3_digest(json.dumps(sorted((t.header.name, digests[t]) for t in tensors)).encode())
+            for layer, tensors in used.items()
+        }
+        return Scanned(files, layers)
+
+    def _scan_file(self, path: Path, tensors: list[Located], digests: dict[Located, str]) -> str:
+        """Check these tensors of a file and note their digests; the digest of the whole file."""
+        hasher, done = new_hasher(), 0
+        for tensor in sorted(tensors, key=lambda t: t.header.begin):
+            self._skip(path, done, tensor.header.begin, hasher)
+            values = self._read(tensor)
+            stored = values.reshape(-1).view(np.uint8)
+            hasher.update(stored)
+            digests[tensor] = blake3_digest(stored)
+            done = tensor.header.end
+        self._skip(path, done, self._states[path][0], hasher)
+        return finish(hasher)
+
+    def _skip(self, path: Path, begin: int, end: int, hasher: Hasher) -> None:
+        """Hash bytes of a file that are no wanted tensor's."""
+        for first in range(begin, end, CHUNK_BYTES):
+            piece = np.empty(min(CHUNK_BYTES, end - first), np.uint8)
+            self._reader.read(Located(path, TensorHeader("bytes", "U8", piece.shape, first, first + len(piece))), piece)
+            hasher.update(piece)
+
+    def require_unchanged(self, layer: int) -> None:
+        """Hold the files a layer uses against what they were when they were opened: before they were scanned.
+
+        Raises:
+            DataError: One was written to since: nothing may be recorded that was made from it.
+            EnvironmentFailure: It is gone.
+        """
+        for path in sorted({tensor.path for tensor in self._used().get(layer, ())}):
+            if _state(path) != self._states[path]:
+                raise DataError(
+                    f"the {self._kind.noun} file changed while it was in use",
+                    where=path,
+                    hint="run again with --resume once nothing writes to it",
+                )
 
     @property
     def notes(self) -> tuple[str, ...]:

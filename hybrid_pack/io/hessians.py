@@ -28,13 +28,33 @@ _FILE = re.compile(rf"layer-{NUMBER}\.safetensors")
 _TENSOR = re.compile(rf"(?:{NUMBER}|{SHARED})\.({'|'.join(MATRICES)})\.hessian")
 
 
+TILE = 512
+"""Rows and columns compared with their mirror image at a time: four of them in float64 stay in the caches."""
+
+
 def _problem(values: F32) -> str | None:
-    """Cheap checks of a Hessian; symmetry and definiteness are seen where it is factored."""
+    """What factoring would refuse, but for definiteness, which only factoring tells: in one pass, in little memory."""
+    from hybrid_pack.quantize.gptq_hessian import SYMMETRY  # imports torch, which only users of Hessians need
+
     diagonal = values.diagonal()
     if (diagonal < 0).any():
         channel = int(np.argmax(diagonal < 0))
         return f"the Hessian's diagonal is negative at channel {channel} ({diagonal[channel]})"
-    return None if diagonal.any() else "the Hessian's diagonal is all zero: no token was seen"
+    if not diagonal.any():
+        return "the Hessian's diagonal is all zero: no token was seen"
+    limit = SYMMETRY * max(float(values.max()), -float(values.min()))
+    for first in range(0, len(values), TILE):
+        for second in range(first, len(values), TILE):
+            rows, columns = slice(first, first + TILE), slice(second, second + TILE)
+            difference = np.subtract(values[rows, columns], values[columns, rows].T, dtype=np.float64)
+            if max(difference.max(), -difference.min()) > limit:
+                at = np.unravel_index(int(np.abs(difference).argmax()), difference.shape)
+                i, j = first + int(at[0]), second + int(at[1])
+                return f"the Hessian is not symmetric: {values[i, j]} at [{i}, {j}], {values[j, i]} at [{j}, {i}]"
+    for dead in np.flatnonzero(diagonal == 0):
+        if np.abs(values[dead]).max() > limit:
+            return f"channel {dead} of the Hessian has products with others, but a zero on the diagonal"
+    return None
 
 
 HESSIANS = Kind("Hessian", 2, lambda layer, expert, matrix: f"{expert}.{matrix}.hessian", _problem)

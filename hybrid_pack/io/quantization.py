@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hybrid_pack.errors import DataError, UsageError
@@ -48,6 +48,8 @@ class Quantization:
         importance_digest: Of its file.
         hessians_digest: Of the digests of its files.
         device: As in the options.
+        statistics: By layer, what its experts use of importances and Hessians: a digest. Layers that use none are not
+            in it.
     """
 
     search: Search
@@ -56,11 +58,18 @@ class Quantization:
     importance_digest: str | None
     hessians_digest: str | None
     device: str
+    statistics: Mapping[int, str] = field(default_factory=dict)
 
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """Files that are read while experts are quantised."""
-        return tuple(path for given in (self.importance, self.hessians) if given is not None for path in given.paths)
+    def require_unchanged(self, layer: int) -> None:
+        """Hold the files that the experts of a layer were quantised with against what they were when they were read.
+
+        Raises:
+            DataError: One was written to since.
+            EnvironmentFailure: It is gone.
+        """
+        for given in (self.importance, self.hessians):
+            if given is not None:
+                given.require_unchanged(layer)
 
 
 def made_experts(source: Checkpoint, layers: Iterable[int], tiers: Iterable[str]) -> dict[int, list[int]]:
@@ -126,15 +135,24 @@ def open_quantization(source: Checkpoint, layers: Iterable[int], options: Quanti
         _require_levels(source)
     channels = {"gate_up": source.hidden, "down": source.intermediate}
     importance = hessians = importance_digest = hessians_digest = None
+    used: dict[int, dict[str, str]] = {}
     if options.importance is not None:
         searched = made if options.hessians is None else made_experts(source, layers, ("kept",))
         importance = open_importance(options.importance, Wanted(searched, channels))
-        importance.read_all()
-        importance_digest = blake3_file(options.importance)
+        scanned = importance.scan()
+        importance_digest = scanned.files[0] if scanned.files else blake3_file(options.importance)
+        for layer, digest in scanned.layers.items():
+            used.setdefault(layer, {})["importance"] = digest
     if options.hessians is not None:
         hessians = open_hessians(options.hessians, Wanted(made_experts(source, layers, ("tail",)), channels))
-        hessians_digest = blake3_digest(json.dumps([blake3_file(path) for path in hessians.paths]).encode())
-    return Quantization(options.search, importance, hessians, importance_digest, hessians_digest, options.device)
+        scanned = hessians.scan()
+        hessians_digest = blake3_digest(json.dumps(scanned.files).encode())
+        for layer, digest in scanned.layers.items():
+            used.setdefault(layer, {})["hessians"] = digest
+    statistics = {layer: blake3_digest(json.dumps(digests).encode()) for layer, digests in used.items()}
+    return Quantization(
+        options.search, importance, hessians, importance_digest, hessians_digest, options.device, statistics
+    )
 
 
 EXPECTED_DB: Mapping[tuple[str, str], float] = {

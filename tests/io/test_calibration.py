@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import shutil
 from pathlib import Path
@@ -11,14 +12,30 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hybrid_pack.errors import EnvironmentFailure, HybridPackError
+from hybrid_pack.errors import DataError, EnvironmentFailure, HybridPackError
 from hybrid_pack.io import calibration, hessians, importance
-from hybrid_pack.io.calibration import Statistics, Wanted
+from hybrid_pack.io.calibration import Scanned, Statistics, Wanted
+from hybrid_pack.io.digest import blake3_file
 from hybrid_pack.io.hessians import open_hessians
 from hybrid_pack.io.importance import open_importance
+from hybrid_pack.quantize.gptq_hessian import SYMMETRY, prepare_hessian
 from tests.checkpoints import Stored
-from tests.io.calibration_files import INNER, WANTED, H, edit, f32, put, value, write_hessians, write_importance
+from tests.io.calibration_files import (
+    INNER,
+    WANTED,
+    H,
+    edit,
+    f32,
+    hessian,
+    put,
+    value,
+    write_hessians,
+    write_importance,
+)
 from tests.io.mutation import Case
 
 FILE = "importance.safetensors"
@@ -35,11 +52,26 @@ def open_kind(kind: str, root: Path, wanted: Wanted = WANTED) -> Statistics:
 
 
 def read_all(kind: str, root: Path) -> None:
+    """One by one and, what must find the same, in one scan."""
     with open_kind(kind, root) as statistics:
-        for layer, experts in WANTED.experts.items():
-            for expert in experts:
-                for matrix in WANTED.channels:
-                    statistics.read(layer, expert, matrix)
+        failed: list[Exception] = []
+        try:
+            statistics.scan()
+        except HybridPackError as error:
+            failed.append(error)
+        try:
+            _read_each(statistics)
+        except HybridPackError as error:
+            assert list(map(str, failed)) == [str(error)]
+            raise
+        assert not failed
+
+
+def _read_each(statistics: Statistics) -> None:
+    for layer, experts in WANTED.experts.items():
+        for expert in experts:
+            for matrix in WANTED.channels:
+                statistics.read(layer, expert, matrix)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,6 +147,10 @@ HESSIAN_CASES = (
          rf"{L3}: 0\.down\.hessian: the Hessian's diagonal is negative at channel 5 \(-2\.0\); collect it again"),
     Case("all zero", put(L3, "0.down.hessian", ..., 0),
          rf"{L3}: 0\.down\.hessian: the Hessian's diagonal is all zero: no token was seen; collect it again"),
+    Case("not symmetric", put(L3, "2.gate_up.hessian", (7, 60), 11.5),
+         rf"{L3}: 2\.gate_up\.hessian: the Hessian is not symmetric: 11\.5 at \[7, 60\], .* at \[60, 7\]; collect"),
+    Case("products without a square", put(L11, "shared.down.hessian", (9, 9), 0),
+         rf"{L11}: shared\.down\.hessian: channel 9 of the Hessian has products with others, but a zero on the diag"),
 )  # fmt: skip
 
 IMPORTANCE_CASES = (
@@ -171,7 +207,7 @@ def raises_of(module: ModuleType) -> int:
 
 
 def test_every_raise_has_a_line(tmp_path: Path) -> None:
-    """All but one, which has the test after this."""
+    """All but three, which have the tests after this."""
     reached = set()
     for number, (kind, case) in enumerate(CASES):
         last = fail(kind, tmp_path / f"{number}x", case).__traceback__
@@ -181,7 +217,7 @@ def test_every_raise_has_a_line(tmp_path: Path) -> None:
         reached.add((last.tb_frame.f_code.co_filename, last.tb_lineno))
     modules = (calibration, hessians, importance)
     found = {place for place in reached if place[0] in {module.__file__ for module in modules}}
-    assert len(found) == sum(map(raises_of, modules)) - 1
+    assert len(found) == sum(map(raises_of, modules)) - 3
 
 
 def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,3 +238,84 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
         (root / L3).write_bytes((root / L3).read_bytes()[:5000])
         with pytest.raises(HybridPackError, match="the file became shorter while it was read"):
             opened.read(3, 2, "gate_up")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_changes_while_it_is_used(kind: str, tmp_path: Path) -> None:
+    """A layer that uses other files, or none, does not mind."""
+    make(kind, tmp_path / "x")
+    root = tmp_path / "x"
+    file, noun = (root / L11, "Hessian") if kind == "hessians" else (root / FILE, "importance")
+    with open_kind(kind, tmp_path / "x") as opened:
+        for layer in (3, 11, 12):
+            opened.require_unchanged(layer)
+        os.utime(file, ns=(0, 0))
+        opened.require_unchanged(12)
+        if kind == "hessians":
+            opened.require_unchanged(3)
+        with pytest.raises(DataError, match=rf"{file.name}: the {noun} file changed while it was in use; .*--resume"):
+            opened.require_unchanged(11)
+        file.unlink()
+        with pytest.raises(EnvironmentFailure, match=rf"{file.name}: cannot read \(found No such file"):
+            opened.require_unchanged(11)
+
+
+def scanned(kind: str, root: Path) -> Scanned:
+    with open_kind(kind, root) as opened:
+        found = opened.scan()
+        assert found.files == tuple(blake3_file(path) for path in opened.paths)
+        assert set(found.layers) == set(WANTED.experts)
+        return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_digests_tell_which_layers_a_change_concerns(kind: str, tmp_path: Path) -> None:
+    make(kind, tmp_path / "x")
+    before = scanned(kind, tmp_path / "x")
+    name, layer3 = (L3, "") if kind == "hessians" else (FILE, "3.")
+    end = ".hessian" if kind == "hessians" else ""
+    at = (5, 5) if kind == "hessians" else (5,)
+    put(name, f"{layer3}1.down{end}", at, 77.0)(tmp_path / "x")
+    unwanted = scanned(kind, tmp_path / "x")
+    assert unwanted.files != before.files and unwanted.layers == before.layers
+    put(name, f"{layer3}2.down{end}", at, 77.0)(tmp_path / "x")
+    wanted = scanned(kind, tmp_path / "x")
+    assert wanted.layers[11] == before.layers[11] and wanted.layers[3] != before.layers[3]
+    edit(name, lambda tensors: tensors.pop(f"{layer3}2.down{end}"))(tmp_path / "x")
+    shared = scanned(kind, tmp_path / "x")
+    assert shared.layers[11] == before.layers[11]
+    assert len({s.layers[3] for s in (before, wanted, shared)}) == 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.sampled_from([32, 64, 96]),
+    seed=st.integers(0, 2**32 - 1),
+    share=st.floats(0.2, 3),
+    dead=st.booleans(),
+    scale=st.sampled_from([1e-30, 1.0, 1e30]),
+)
+def test_symmetry_is_judged_as_where_it_is_factored(
+    size: int, seed: int, share: float, dead: bool, scale: float
+) -> None:
+    """Never stricter, never laxer; tiles of another size say the same."""
+    rng = np.random.default_rng(seed)
+    values = hessian(size, seed).astype(np.float64)
+    i, j = rng.choice(size, 2, replace=False)
+    if dead:
+        values[i] = values[:, i] = 0
+    if not dead or rng.random() < 0.5:
+        values[i, j] += share * SYMMETRY * np.abs(values).max()
+    if dead and rng.random() < 0.5:
+        values[j, i] = values[i, j]
+    stored = (values * scale).astype(np.float32)
+    try:
+        prepare_hessian(torch.from_numpy(stored))
+        refused = None
+    except DataError as error:
+        refused = str(error)
+    found = hessians._problem(stored)
+    assert (found is None) == (refused is None), (found, refused)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hessians, "TILE", 24)
+        assert (hessians._problem(stored) is None) == (refused is None)
