@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hybrid_pack.convert import convert
-from hybrid_pack.errors import UsageError
+from hybrid_pack.errors import DataError, UsageError
 from hybrid_pack.synthetic import write_checkpoint
-from tests.checkpoints import edit_config, edit_header, edit_json
+from tests.checkpoints import edit_config, edit_header, edit_json, edit_tensors
 from tests.convert.conftest import Sources
-from tests.convert.support import pack, plan_of, small, stamps, tree
+from tests.convert.interrupted import Stop, stop_after
+from tests.convert.support import pack, plan_of, small, stamps, tree, weights
 
 MANIFEST = "hybrid_pack.json"
 
@@ -77,6 +81,40 @@ def test_resume_with_another_scale_rule_where_it_makes_no_difference(finished: P
     before = stamps(finished)
     pack(source, finished, 2, resume=True, on_scale_mismatch="requantize")
     assert stamps(finished) == before
+
+
+def far_apart(root: Path, layer: int) -> None:
+    """Gate and up of a kept expert 2^16 apart in their second-level scales: more than block scales can take in."""
+    bits = json.loads((root / "config.json").read_text())["quantization_config"]["hybrid_bit_map"][str(layer)]
+    name = f"model.layers.{layer}.mlp.experts.{bits.index(4)}.{{}}_proj.weight_scale_2"
+    with edit_tensors(root) as tensors:
+        gate = tensors[name.format("gate")]
+        small = np.frombuffer(gate.data, "<f4") * np.float32(2.0**-16)
+        tensors[name.format("up")] = replace(gate, data=small.astype("<f4").tobytes())
+
+
+def test_the_scale_rule_that_an_error_names_can_be_gone_on_with(
+    sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was finished under ``refuse`` is what it would be under ``requantize``; not the other way round."""
+    root, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(sources(small(seed=53, moe_layers=(1, 2, 3), second_scale="equal", mtp_layer=False)), root)
+    far_apart(root, 3)
+    with pytest.raises(DataError, match=r"layer 3 .*would become zero .*; --on-scale-mismatch requantize lets them"):
+        pack(root, out, 2, workers=1)
+    done = weights(out)
+    assert len([name for name in done if "layer-" in name]) == 4
+    before = stamps(out, done)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        with pytest.raises(Stop):
+            pack(root, out, 2, workers=1, resume=True, on_scale_mismatch="requantize")
+    with pytest.raises(UsageError, match="on_scale_mismatch was requantize, now refuse"):
+        pack(root, out, 2, resume=True)
+    pack(root, out, 2, resume=True, on_scale_mismatch="requantize")
+    assert stamps(out, done) == before
+    pack(root, tmp_path / "anew", 2, on_scale_mismatch="requantize")
+    assert tree(out) == tree(tmp_path / "anew")
 
 
 def edit_generation(root: Path) -> None:
