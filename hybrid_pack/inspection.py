@@ -19,7 +19,7 @@ from hybrid_pack.io.pack_base import pack_base
 from hybrid_pack.io.shards import INDEX, Located
 from hybrid_pack.plan import SCALE_FORMATS, make_plan
 from hybrid_pack.schemas.manifest import Manifest
-from hybrid_pack.sharding import Topology, legal_ep, legal_tp, padded_intermediate, why_not_tp
+from hybrid_pack.sharding import Topology, legal_ep, legal_tp, padding_advice, why_not_tp
 
 TP_SHOWN = (1, 2, 3, 4, 6, 8, 16)
 KEPT_NAMES = {"e4m3_k16": "NVFP4", "e8m0_k32": "MXFP4", None: "-"}
@@ -194,8 +194,8 @@ def _topology(source: Checkpoint, tp: int) -> TopologyView:
     gated = source.gated
     why_not = why_not_tp(source.hidden, source.intermediate, tp, gated)
     if why_not is not None:
-        padded = padded_intermediate(source.hidden, source.intermediate, tp, gated)
-        why_not += f"; --pad makes it {padded}" if padded is not None else ""
+        advice = padding_advice(source.hidden, source.intermediate, tp, gated)
+        why_not += "" if advice is None else f"; {advice[0]}--pad makes it {advice[1]}"
     if why_not is not None or not source.layers:
         return TopologyView(tp, why_not or "no layer to pack", None, None, None)
     plan = make_plan(source, Topology(tp))

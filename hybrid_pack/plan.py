@@ -21,6 +21,7 @@ from hybrid_pack.io.quantization import (
     expectations,
     made_experts,
     open_quantization,
+    require_groups,
     statistics_notes,
 )
 from hybrid_pack.io.safetensors import TensorHeader, build_header
@@ -28,7 +29,7 @@ from hybrid_pack.io.shards import INDEX, Located
 from hybrid_pack.layouts.shard import KeptScaleFormat, RankGeometry, ShardTensor, shard_path, shard_tensors
 from hybrid_pack.report.png import TIER_MAP, tier_map_png
 from hybrid_pack.schemas.manifest import FORMAT_VERSION, LAYOUT_ABI, is_pack_path, path_key
-from hybrid_pack.sharding import Topology, padded_intermediate, require_legal
+from hybrid_pack.sharding import Topology, padded_intermediate, require_legal, why_not_hidden
 
 BASE_FILE_BYTES = 5_000_000_000
 """Base tensors are written in files of about this size, as Hugging Face does."""
@@ -370,7 +371,8 @@ def make_plan(
 
     Raises:
         UsageError: An illegal topology, or a layer that has no experts to pack.
-        DataError: Experts with and without a gate; importances or Hessians that do not fit.
+        DataError: Experts with and without a gate, or of a size that cannot be quantised; importances or Hessians that
+            do not fit.
     """
     wanted = tuple(sorted(source.layers)) if layers is None else tuple(sorted(set(layers)))
     unknown = [layer for layer in wanted if layer not in source.layers]
@@ -383,6 +385,8 @@ def make_plan(
             found=unknown[0] if unknown else "none",
         )
     gated = _gated(source, wanted)
+    if why_not_hidden(source.hidden) is None:
+        require_groups(source, wanted)
     intermediate = _legal_size(source, topology, gated, pad)
     tiles = require_legal(source.hidden, intermediate, source.config.num_experts, topology, gated)
     geometry = RankGeometry(source.hidden, intermediate // topology.tensor_parallel, tiles, gated)

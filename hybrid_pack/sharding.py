@@ -6,12 +6,16 @@ splits I, expert parallelism (ep) splits E into contiguous blocks; rank = ep_ran
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hybrid_pack.errors import UsageError
 
 ROW_BLOCK = 64
 """Rows per block of every device layout; a rank's share of I must be a multiple of it (b12x 1.1.0)."""
+
+QUANTISED_GROUP = 32
+"""Columns of a group of NF3 and MXFP4. NF3 has no code for zero, so that zeros cannot fill up a group that I cuts."""
 
 Tiles = tuple[int, int, int, int]
 """(fc1_tile_k, fc1_tile_n, fc2_tile_k, fc2_tile_n), b12x's ``force_tile_config``."""
@@ -79,8 +83,18 @@ def tiles_for(hidden: int, intermediate_rank: int, gated: bool = True) -> Tiles 
     return None
 
 
+def why_not_hidden(hidden: int) -> str | None:
+    """The reason no intermediate size whatever suits a hidden size, or None if some do."""
+    if any(hidden % fc1_k == 0 and hidden % fc2_n == 0 for fc1_k, _, _, fc2_n in TILE_CANDIDATES):
+        return None
+    multiple = min(math.lcm(fc1_k, fc2_n) for fc1_k, _, _, fc2_n in TILE_CANDIDATES)
+    return f"no kernel tile fits hidden size {hidden}, which is not a multiple of {multiple}"
+
+
 def why_not_tp(hidden: int, intermediate: int, tp: int, gated: bool = True) -> str | None:
     """The reason a tensor-parallel size is illegal for a geometry, or None if it is legal."""
+    if (reason := why_not_hidden(hidden)) is not None:
+        return reason
     if intermediate % tp:
         return f"intermediate size {intermediate} is not divisible by {tp}"
     share = intermediate // tp
@@ -101,6 +115,18 @@ def padded_intermediate(hidden: int, intermediate: int, tp: int, gated: bool = T
     first = -(-intermediate // (tp * ROW_BLOCK)) * tp * ROW_BLOCK
     sizes = range(first, first + largest * tp + 1, tp * ROW_BLOCK)
     return next((size for size in sizes if why_not_tp(hidden, size, tp, gated) is None), None)
+
+
+def padding_advice(hidden: int, intermediate: int, tp: int, gated: bool = True) -> tuple[str, int] | None:
+    """What ``--pad`` would do about an illegal size: (condition, the size it gives); None where it does nothing."""
+    padded = padded_intermediate(hidden, intermediate, tp, gated)
+    if padded is None:
+        return None
+    cut = intermediate % QUANTISED_GROUP
+    return (
+        f"where nothing is quantised ({intermediate} is not a multiple of {QUANTISED_GROUP}), " if cut else "",
+        padded,
+    )
 
 
 def why_not_ep(num_experts: int, ep: int) -> str | None:
@@ -128,8 +154,8 @@ def require_legal(hidden: int, intermediate: int, num_experts: int, topology: To
     reason = why_not_tp(hidden, intermediate, tp, gated)
     if reason is not None:
         sizes = ", ".join(map(str, legal_tp(hidden, intermediate, gated=gated))) or "none"
-        padded = padded_intermediate(hidden, intermediate, tp, gated)
-        more = f"; or --pad, to {padded}" if padded is not None else ""
+        advice = padding_advice(hidden, intermediate, tp, gated)
+        more = "" if advice is None else f"; or {advice[0]}--pad, to {advice[1]}"
         raise UsageError(
             f"tensor-parallel size {tp} is not possible: {reason}", where="--tp", hint=f"legal sizes: {sizes}{more}"
         )

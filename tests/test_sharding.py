@@ -12,6 +12,7 @@ from hybrid_pack.sharding import (
     require_legal,
     tiles_for,
     why_not_ep,
+    why_not_hidden,
     why_not_tp,
 )
 
@@ -86,12 +87,19 @@ def test_tiles(hidden: int, share: int, tiles: tuple[int, int, int, int] | None)
         (2048, 768, 8, "a rank's share 768/8 = 96 is not a multiple of 64"),
         (2816, 704, 2, "a rank's share 704/2 = 352 is not a multiple of 64"),
         (2816, 704, 11, None),
-        (2880, 2048, 1, "no kernel tile fits hidden size 2880 with 2048 intermediate rows a rank"),
+        (2880, 2048, 1, "no kernel tile fits hidden size 2880, which is not a multiple of 128"),
+        (192, 160, 2, "no kernel tile fits hidden size 192, which is not a multiple of 128"),
         (6144, 2048, 4096, "intermediate size 2048 is not divisible by 4096"),
     ],
 )
 def test_why_not_tp(hidden: int, intermediate: int, tp: int, reason: str | None) -> None:
     assert why_not_tp(hidden, intermediate, tp) == reason
+
+
+def test_a_hidden_size_is_blamed_where_no_intermediate_size_helps() -> None:
+    for hidden in range(32, 1024, 32):
+        fits = any(tiles_for(hidden, share) for share in range(64, 1025, 64))
+        assert (why_not_hidden(hidden) is None) == fits
 
 
 def test_legal_sizes() -> None:
@@ -117,8 +125,13 @@ def test_legal_sizes() -> None:
         ),
         (
             *(2880, 2880, 32, Topology(1)),
-            "--tp: tensor-parallel size 1 is not possible: no kernel tile fits hidden size 2880 with 2880 intermediate"
-            " rows a rank; legal sizes: none",
+            "--tp: tensor-parallel size 1 is not possible: no kernel tile fits hidden size 2880, which is not a"
+            " multiple of 128; legal sizes: none",
+        ),
+        (
+            *(128, 80, 4, Topology(1)),
+            "--tp: tensor-parallel size 1 is not possible: a rank's share 80/1 = 80 is not a multiple of 64; legal"
+            " sizes: none; or where nothing is quantised (80 is not a multiple of 32), --pad, to 128",
         ),
         (
             *(6144, 2048, 256, Topology(4, 3)),

@@ -85,21 +85,22 @@ def made_experts(source: Checkpoint, layers: Iterable[int], tiers: Iterable[str]
     return found
 
 
-def _require_groups(source: Checkpoint, made: Mapping[int, Iterable[int]]) -> None:
-    """Columns of quantised matrices are whole groups.
+def require_groups(source: Checkpoint, layers: Iterable[int]) -> None:
+    """Columns of quantised down matrices are whole groups, which no padding can make of them.
 
     Raises:
         DataError: They are not.
     """
-    for what, size in (("hidden size", source.hidden), ("intermediate size", source.intermediate)):
-        if made and size % GROUP:
-            layer, experts = next(iter(made.items()))
-            raise DataError(
-                f"layer {layer} expert {next(iter(experts))} would have to be quantised in groups of {GROUP} columns",
-                where=source.root,
-                expected=f"a {what} that is a multiple of {GROUP}",
-                found=size,
-            )
+    made = made_experts(source, layers, ("kept", "tail")) if source.intermediate % GROUP else {}
+    if made:
+        layer, experts = next(iter(made.items()))
+        raise DataError(
+            f"layer {layer} expert {experts[0]} would have to be quantised in groups of {GROUP} columns",
+            where=source.root,
+            expected=f"an intermediate size that is a multiple of {GROUP}",
+            found=source.intermediate,
+            hint="--pad cannot fill up a group that the size cuts, since NF3 has no code for zero",
+        )
 
 
 def _require_levels(source: Checkpoint) -> None:
@@ -130,7 +131,6 @@ def open_quantization(source: Checkpoint, layers: Iterable[int], options: Quanti
         )
     layers = tuple(layers)
     made = made_experts(source, layers, ("kept", "tail"))
-    _require_groups(source, made)
     if any(e in source.layers[i].tail for i, experts in made.items() for e in experts):
         _require_levels(source)
     channels = {"gate_up": source.hidden, "down": source.intermediate}

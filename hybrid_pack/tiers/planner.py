@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from statistics import mean, median
 
-from hybrid_pack.errors import UsageError
+from hybrid_pack.errors import DataError, UsageError
 from hybrid_pack.io.bitmap import KEPT_BITS, TAIL_BITS, BitMap, spans
-from hybrid_pack.sharding import Topology
+from hybrid_pack.sharding import QUANTISED_GROUP, Topology
 from hybrid_pack.tiers.needs import Needs, needs_of
 from hybrid_pack.tiers.saliency import Saliency, Scores, for_layers
 from hybrid_pack.tiers.select import Choice, RankBy, count_of, floors, overall, per_layer, retained, shares
@@ -230,6 +230,12 @@ def plan_tiers(
         choice = _by_budget(rule, floor, scores, empty, topology, kept_cost(geometry, kept_format))
     else:
         choice = per_layer(scores, _count(rule, model.num_experts))
+    if model.intermediate % QUANTISED_GROUP and any(len(ids) < model.num_experts for ids in choice.kept.values()):
+        raise DataError(
+            "no expert can become tail: NF3 has groups of columns that the intermediate size would cut",
+            expected=f"a multiple of {QUANTISED_GROUP}",
+            found=model.intermediate,
+        )
     made = needs(choice.kept)
     assert not isinstance(rule, Budget) or made.largest.total <= rule.nbytes
     return TierPlan(

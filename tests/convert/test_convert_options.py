@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from hybrid_pack.cli.main import run
 from hybrid_pack.convert import Conversion, check, convert
 from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
 from hybrid_pack.io.checkpoint import open_checkpoint
@@ -21,6 +22,7 @@ from hybrid_pack.plan import make_plan
 from hybrid_pack.sharding import Topology
 from hybrid_pack.synthetic import Spec, write_checkpoint
 from hybrid_pack.verify import verify_pack
+from tests.checkpoints import edit_config, edit_tensors
 from tests.convert.support import tree
 from tests.convert.test_convert_sources import differences
 from tests.verify.packs import editing
@@ -163,8 +165,6 @@ def test_a_gpu_that_is_not_there(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_weight_that_is_no_number_is_named(source: Path, tmp_path: Path) -> None:
-    from tests.checkpoints import edit_tensors
-
     name = "model.layers.1.mlp.experts.2.up_proj.weight"
     with edit_tensors(source) as tensors:
         stored = tensors[name]
@@ -261,8 +261,6 @@ def test_an_expert_that_is_not_told_of_is_found(source: Path, tmp_path: Path) ->
 
 
 def test_weights_too_large_for_the_kernel_are_refused(source: Path, tmp_path: Path) -> None:
-    from tests.checkpoints import edit_tensors
-
     name = "model.layers.1.mlp.experts.{}.up_proj.weight"
     with edit_tensors(source) as tensors:
         for expert in range(SPEC.num_experts):
@@ -275,3 +273,27 @@ def test_weights_too_large_for_the_kernel_are_refused(source: Path, tmp_path: Pa
     pack(source, tmp_path / "mxfp4", {"kept_format": "mxfp4"})
     report = verify_pack(tmp_path / "mxfp4", source=source)
     assert report.ok, report.findings
+
+
+def with_intermediate(root: Path, inner: int) -> None:
+    """Cut every expert's BF16 matrices to another intermediate size."""
+    with edit_tensors(root) as tensors:
+        for name in list(tensors.weight_map):
+            if ".mlp.experts." in name:
+                stored = tensors[name]
+                values = np.frombuffer(stored.data, "<u2").reshape(stored.shape)
+                values = values[:, :inner] if ".down_proj." in name else values[:inner]
+                tensors[name] = replace(stored, shape=values.shape, data=values.tobytes())
+    with edit_config(root) as config:
+        config["moe_intermediate_size"] = inner
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_a_size_that_cuts_a_group_is_refused_and_no_padding_advised(
+    source: Path, pad: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_intermediate(source, 80)
+    with pytest.raises(DataError, match=r"groups of 32 columns \(expected an intermediate .*found 80\); --pad cannot"):
+        make_plan(open_checkpoint(source), Topology(1), pad=pad)
+    assert run(["inspect", str(source)]) == 0
+    assert "where nothing is quantised (80 is not a multiple of 32), --pad makes it 128" in capsys.readouterr().out

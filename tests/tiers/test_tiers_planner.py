@@ -310,3 +310,11 @@ def test_renumbered_experts(renumbered: list[int], nbytes: int) -> None:
     assert {layer: sorted(renumbered[new] for new in ids) for layer, ids in again.items()} == {
         layer: list(ids) for layer, ids in kept.items()
     }
+
+
+def test_a_size_that_cuts_groups_has_no_tail() -> None:
+    """``convert`` could not make one, with ``--pad`` neither."""
+    of = model(intermediate=80)
+    with pytest.raises(DataError, match=r"no expert can become tail: .*expected a multiple of 32, found 80"):
+        plan_tiers(of, any_saliency(of), Keep(2), Topology(1), pad=True)
+    assert plan_tiers(of, any_saliency(of), Keep(4), Topology(1), pad=True).intermediate == 128
