@@ -11,6 +11,7 @@ from hybrid_pack.errors import DataError, UsageError
 from hybrid_pack.io.bitmap import spans
 from hybrid_pack.io.config import CONFIG, ModelConfig, is_gated, read_config
 from hybrid_pack.io.digest import blake3_digest
+from hybrid_pack.io.disagreements import block_notes, claim_notes, kept_notes
 from hybrid_pack.io.excludes import matches
 from hybrid_pack.io.experts import BIAS, Expert, LayerTensors, Matrix, RowView
 from hybrid_pack.io.names import likeliest_expert, looks_like_expert, parse
@@ -297,8 +298,9 @@ def open_checkpoint(
             *config.notes,
             *shards.notes,
             *notes,
-            *(_format_notes(layers.values(), config) if hybrid else ()),
-            *_exclude_notes(layers.values(), config),
+            *(_format_notes if hybrid else kept_notes)(layers.values(), config),
+            *(claim_notes(layers.values(), config) or _exclude_notes(layers.values(), config)),
+            *block_notes(layers.values(), config),
             *_bias_notes(layers.values(), mx_bias),
         ),
         expert_biases=biased,

@@ -55,6 +55,7 @@ class ModelConfig:
         activation: Activation of the experts, such as ``silu``, with its parameters where the model has some.
         kept_format: Kept format the config claims, ``nvfp4`` or ``mxfp4``; None where it claims none.
         nf3_levels: The eight NF3 levels.
+        bit_map_from: The document the bit map is from; None without one.
         notes: Oddities that are no errors.
         digest_input: The bytes of config.json, and of hf_quant_config.json if it is there.
     """
@@ -71,6 +72,7 @@ class ModelConfig:
     activation: str
     kept_format: str | None
     nf3_levels: tuple[float, ...]
+    bit_map_from: Path | None
     notes: tuple[str, ...]
     digest_input: bytes
 
@@ -272,8 +274,10 @@ def read_config(root: Path, bit_map_file: Path | None = None) -> ModelConfig:
     blocks = _quantization_blocks(config, other)
     if bit_map_file is not None:
         bit_map: BitMap | None = read_bit_map_file(bit_map_file)
+        bit_map_from: Path | None = bit_map_file
     else:
         bit_map = _bit_map(((path, config), (root / HF_QUANT_CONFIG, other)))
+        bit_map_from = None if bit_map is None else path if find_bit_map(config) is not None else root / HF_QUANT_CONFIG
     hidden = _first_int(decoder, LATENT_WIDTH, path, required=False) or _first_int(decoder, ("hidden_size",), path)
     intermediate = _first_int(decoder, _INTERMEDIATE, path, required=False) or _first_int(
         decoder, ("intermediate_size",), path
@@ -291,6 +295,7 @@ def read_config(root: Path, bit_map_file: Path | None = None) -> ModelConfig:
         activation=_activation(decoder, path),
         kept_format=_kept_format(blocks, path),
         nf3_levels=_levels(blocks, path),
+        bit_map_from=bit_map_from,
         notes=() if any(decoder.get(key) for key in _ACTIVATION) else (NO_ACTIVATION,),
         digest_input=digest_input,
     )

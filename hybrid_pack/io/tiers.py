@@ -78,7 +78,12 @@ def _count(index: int, tensors: LayerTensors, bits: tuple[int, ...] | None, conf
                 found=len(experts),
             )
     if bits is not None and len(bits) != config.num_experts:
-        raise DataError(f"layer {index} of the bit map", expected=f"{config.num_experts} entries", found=len(bits))
+        raise DataError(
+            f"layer {index} of the bit map",
+            where=config.bit_map_from,
+            expected=f"{config.num_experts} entries, the experts by {CONFIG}",
+            found=len(bits),
+        )
 
 
 def _says(bits: tuple[int, ...] | None, expert: int, config: ModelConfig) -> str:
@@ -167,7 +172,8 @@ def tiers(
                     where=next(m.codes for m in expert.matrices if m.format.name in wrong),
                     expected=f"{'NF3' if is_tail else 'NVFP4 or MXFP4'}: the expert is {says}",
                     found=expert.stored.upper(),
-                    hint="give the right map with --bit-map",
+                    hint="give the right map with --bit-map"
+                    + (", or --requantize to make tail experts of 4-bit ones" if is_tail and not requantize else ""),
                 )
         (tail if is_tail else kept).append(e)
     stored = {m.format.name: e for e in reversed(kept) for m in reversed(layer.experts[e].matrices)}
