@@ -18,7 +18,7 @@ from hybrid_pack.io.checkpoint import Layer, Matrix
 from hybrid_pack.io.output import aligned_buffer
 from hybrid_pack.io.weights import canonical_rows, check_scales, decode_stored, pick_rows
 from hybrid_pack.layouts.rows import Rows
-from hybrid_pack.layouts.scale_bytes import NVFP4_SECOND_LIMIT
+from hybrid_pack.layouts.scale_bytes import MXFP4_MAX_BYTE, NVFP4_SECOND_LIMIT
 from hybrid_pack.plan import Plan
 from hybrid_pack.quantize import QuantStats, mxfp4_to_nvfp4, nvfp4_second_scale
 
@@ -35,6 +35,11 @@ CAST_LOWEST_EXPONENT = -6
 """Of a block scale when MXFP4 becomes NVFP4: beside the largest, 2^8, the device flushes what is below 2^-6."""
 
 ROLES = ("gate", "up", "down")
+
+MXFP4_LIMIT = 6 * 2.0 ** (MXFP4_MAX_BYTE - 127)
+"""Weights of this and more are beyond E2M1's largest level at the largest MXFP4 scale the device has."""
+
+MXFP4_ADVICE = "--kept-format mxfp4 (for all layers: with --overwrite, not --resume)"
 
 TARGETS: Mapping[str, SourceFormat] = {"nvfp4": NVFP4, "mxfp4": MXFP4, "nf3": NF3}
 
@@ -179,16 +184,17 @@ class Encoder:
         made = [each for each in given if not each.matrix.native_to(one.target.name)]
         if not made:
             return 1.0
-        largest = max(float(np.abs(weights).max()) for each in made for _, weights in self._decoded(one, each))
+        sizes = [max(float(np.abs(weights).max()) for _, weights in self._decoded(one, each)) for each in made]
+        largest = max(sizes)
         wanted = nvfp4_second_scale(largest)
         native = [each.second for each in given if each.matrix.native_to(one.target.name)]
         if wanted >= NVFP4_SECOND_LIMIT:
             raise DataError(
                 f"{one.where}: weights too large for the kernel's NVFP4",
-                where=made[0].matrix.codes,
+                where=made[sizes.index(largest)].matrix.codes,
                 expected=f"a second-level scale below {NVFP4_SECOND_LIMIT:g}",
                 found=f"{wanted:g}, for a largest weight of {largest:g}",
-                hint="--kept-format mxfp4 holds them",
+                hint=f"{MXFP4_ADVICE} holds them" if largest < MXFP4_LIMIT else "no format of the kept tier holds them",
             )
         return native[0] * 2.0 ** math.ceil(math.log2(wanted / native[0])) if native else wanted
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_pack.convert.encode import Encoder, Encoding
+from hybrid_pack.convert.encode import MXFP4_ADVICE, Encoder, Encoding
 from hybrid_pack.convert.expert import ExpertPacker, PackedRank
 from hybrid_pack.convert.journal import Journal, Record
 from hybrid_pack.convert.scales import OnScaleMismatch, ScaleStats
@@ -156,7 +156,7 @@ class LayerJob:
             if packed.stats.moved_away and self._on_mismatch == "refuse":
                 raise _too_far_apart(matrices, where, packed.stats.moved_away)
             if packed.made.flushed or packed.made.saturated:
-                raise _out_of_range(matrices, where, packed.made)
+                raise _out_of_range(matrices, where, packed.made, encoding.w2[0].format.name)
             file = files.get(ep_rank * topology.tensor_parallel + tp_rank)
             if file is not None:
                 file.put(expert, packed, encoding)
@@ -196,14 +196,14 @@ def quantized_record(encoding: Encoding, packed: PackedRank) -> Record:
     }
 
 
-def _out_of_range(expert: Expert, where: str, made: ScaleStats) -> DataError:
+def _out_of_range(expert: Expert, where: str, made: ScaleStats, target: str) -> DataError:
     """Quantised weights that the device's scale byte cannot hold: too large, or too far from a gate that was moved."""
     return DataError(
         f"{where}: {made.flushed + made.saturated} scales of quantised weights do not fit the kernel's scale byte",
         where=expert.up.codes,
         expected="weights of a usual size, gate and up of about the same",
         found=f"{made.saturated} too large, {made.flushed} too small",
-        hint="--kept-format may give a format that holds them",
+        hint=f"{MXFP4_ADVICE} may hold them" if target == "nvfp4" else None,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Collection, Sequence
+from statistics import median
 
 from hybrid_pack.io.bitmap import spans
 from hybrid_pack.schemas.manifest import QuantizedTier, Report
@@ -56,6 +57,15 @@ def worst_experts(report: Report, count: int, tiers: Collection[str] = TIERS) ->
     return heapq.nsmallest(count, found)
 
 
+def _layer_errors(layers: list[tuple[float, int]]) -> str:
+    """SQNR of layers, ascending (SQNR in dB, layer); infinite where nothing was lost."""
+    (worst, layer), (best, _), middle = layers[0], layers[-1], median(sqnr for sqnr, _ in layers)
+    if worst == math.inf:
+        return "exactly, in every layer"
+    top, most = ("exact" if sqnr == math.inf else f"{sqnr:.2f}" for sqnr in (best, middle))
+    return f"SQNR of a layer {worst:.2f} (layer {layer}) to {top}, median {most}{'' if most == 'exact' else ' dB'}"
+
+
 def quantized_lines(report: Report) -> list[str]:
     """For each tier: how many experts were quantised, from what and how, errors of layers and of the worst expert."""
     lines = []
@@ -72,11 +82,7 @@ def quantized_lines(report: Report) -> list[str]:
             sum(getattr(entry, name) for entry in entries)
             for name in ("groups_zero_scale", "scales_subnormal", "scales_saturated")
         )
-        middle = layers[len(layers) // 2][0]
-        text = (
-            f"{_count(experts, f'{tier} expert')} quantised from {sources} ({methods}): SQNR of a layer "
-            f"{layers[0][0]:.2f} (layer {layers[0][1]}) to {layers[-1][0]:.2f}, median {middle:.2f} dB"
-        )
+        text = f"{_count(experts, f'{tier} expert')} quantised from {sources} ({methods}): {_layer_errors(layers)}"
         for sqnr, layer, expert, _ in worst_experts(report, 1, (tier,)):
             text += f"; worst expert {sqnr:.2f} dB, layer {layer} expert {expert}"
         shares = [(zero, "zero"), (subnormal, "subnormal"), (saturated, "saturated")]
@@ -85,7 +91,7 @@ def quantized_lines(report: Report) -> list[str]:
         ratios = [entry.gptq_to_rtn for entry in entries if entry.gptq_to_rtn is not None]
         if ratios:
             lines.append(
-                f"GPTQ of the {tier}: {sorted(ratios)[len(ratios) // 2]:.2f} times the error of rounding to nearest on "
+                f"GPTQ of the {tier}: {median(ratios):.2f} times the error of rounding to nearest on "
                 f"the same Hessians (median of {_count(len(ratios), 'layer')}, at most {max(ratios):.2f}), "
                 "which SQNR does not weigh"
             )

@@ -260,19 +260,45 @@ def test_an_expert_that_is_not_told_of_is_found(source: Path, tmp_path: Path) ->
     assert any("the report does not say that this expert was quantised" in f.message for f in report.findings)
 
 
-def test_weights_too_large_for_the_kernel_are_refused(source: Path, tmp_path: Path) -> None:
+def enlarge(root: Path, weight: int) -> None:
+    """Put one huge weight, BF16 bits, into every expert's up matrix."""
     name = "model.layers.1.mlp.experts.{}.up_proj.weight"
-    with edit_tensors(source) as tensors:
+    with edit_tensors(root) as tensors:
         for expert in range(SPEC.num_experts):
             stored = tensors[name.format(expert)]
             values = np.frombuffer(stored.data, "<u2").copy()
-            values[7] = 0x4980  # 2^20
+            values[7] = weight
             tensors[name.format(expert)] = replace(stored, data=values.tobytes())
-    with pytest.raises(DataError, match=r"weights too large for the kernel's NVFP4 .*below 512.*--kept-format mxfp4"):
+
+
+def test_weights_too_large_for_the_kernel_are_refused(source: Path, tmp_path: Path) -> None:
+    enlarge(source, 0x4980)  # 2^20
+    with pytest.raises(
+        DataError, match=r"up_proj.weight: .*weights too large for the kernel's NVFP4 .*below 512.*--kept-format mxfp4"
+    ):
         pack(source, tmp_path / "out")
     pack(source, tmp_path / "mxfp4", {"kept_format": "mxfp4"})
     report = verify_pack(tmp_path / "mxfp4", source=source)
     assert report.ok, report.findings
+
+
+@pytest.mark.parametrize(("weight", "held"), [(0x7CBF, True), (0x7CC0, False)])
+def test_the_other_format_is_advised_where_it_holds_them(weight: int, held: bool, source: Path, tmp_path: Path) -> None:
+    """E2M1's 6 times 2^120, the largest scale the kernel has of MXFP4, and the BF16 number before it."""
+    enlarge(source, weight)
+    hint = r"--kept-format mxfp4 .* holds them" if held else "no format of the kept tier holds them"
+    with pytest.raises(DataError, match=rf"up_proj.weight: .*weights too large .*; {hint}"):
+        pack(source, tmp_path / "out")
+    if held:
+        for search in ("mse", "absmax"):
+            pack(source, tmp_path / search, {"kept_format": "mxfp4"}, search=search)
+
+
+def test_mxfp4_is_not_advised_where_it_has_just_failed(source: Path, tmp_path: Path) -> None:
+    enlarge(source, 0x7F61)  # 3e38
+    with pytest.raises(DataError, match="do not fit the kernel's scale byte") as caught:
+        pack(source, tmp_path / "out", {"kept_format": "mxfp4"})
+    assert caught.value.hint is None
 
 
 def with_intermediate(root: Path, inner: int) -> None:
