@@ -52,7 +52,7 @@ def _problem(values: F32) -> str | None:
                 i, j = first + int(at[0]), second + int(at[1])
                 return f"the Hessian is not symmetric: {values[i, j]} at [{i}, {j}], {values[j, i]} at [{j}, {i}]"
     for dead in np.flatnonzero(diagonal == 0):
-        if np.abs(values[dead]).max() > limit:
+        if float(np.abs(values[dead]).max()) > limit:  # in float64, as the limit is
             return f"channel {dead} of the Hessian has products with others, but a zero on the diagonal"
     return None
 
