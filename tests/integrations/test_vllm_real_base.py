@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 from hybrid_pack.convert import convert
 from tests.convert.support import plan_of
 from tests.integrations import checkpoint
-from tests.integrations.test_vllm_real import TORCH, Failed, Serve, plugins, serve
-
-__all__ = ["plugins", "serve"]
+from tests.integrations.real import Failed
+from tests.integrations.test_vllm_real import TORCH, Serve
 
 Tensors = dict[str, torch.Tensor]
 PARTS = ("q_proj", "k_proj", "v_proj")
