@@ -30,6 +30,12 @@ _NAME = re.compile(
     r"|(?P<swigluoai>swigluoai)\(alpha=(?P<alpha>[0-9.eE+-]+), limit=(?P<limit>[0-9.eE+-]+)\)"
 )
 
+UNSERVED = {
+    "deepseek_v4": "its attention computes with codes and scale of wo_a itself, as only vLLM's own method leaves "
+    "them, and shared experts are cut by that method's blocks",
+}
+"""Why vLLM does not serve packs of a family, by ``model_type``: it runs them with nothing but a config of their own."""
+
 
 @dataclass(frozen=True)
 class Formula:

@@ -14,6 +14,7 @@ from hybrid_pack.report.data import TIERS, PackView, Tier
 from hybrid_pack.report.frontmatter import Value, as_list, write_front_matter
 from hybrid_pack.report.png import TIER_MAP
 from hybrid_pack.report.text import counted, plain, size
+from hybrid_pack.runnable import UNSERVED
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 LIBRARY = "hybrid-pack"
@@ -138,6 +139,8 @@ def _serving(view: PackView, decoder: Mapping[str, Any]) -> str:
     tp, ep = view.tensor_parallel, view.expert_parallel
     if tp > 1 and ep > 1:
         return ""
+    if (why_not := UNSERVED.get(str(decoder.get("model_type")))) is not None:
+        return f"vLLM does not serve packs of this family yet: {why_not}.\n\n"
     number = decoder.get("num_hidden_layers")
     lacking = sorted(i for i in view.omitted if not isinstance(number, int) or i < number)
     if lacking:

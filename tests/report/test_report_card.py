@@ -248,6 +248,14 @@ def test_it_says_how_vllm_serves_it(tp: int, ep: int, command: str | None) -> No
     assert command is None or command in text
 
 
+def test_a_family_that_vllm_does_not_serve_is_not_announced_as_served() -> None:
+    for config in ({"model_type": "deepseek_v4"}, {"model_type": "wrapper", "text_config": {"model_type": "deepseek_v4"}}):
+        text = model_card(view(), config, {})
+        assert "vllm serve" not in text and "vLLM does not serve packs of this family yet: its attention" in text
+        assert "HybridMoE" in text, "its experts can be run"
+    assert "vllm serve pack" in model_card(view(), {"model_type": "deepseek_v3"}, {})
+
+
 def test_a_pack_of_some_layers_is_not_announced_as_served() -> None:
     """The plugin refuses a model of which it has not all experts."""
     made = view(omitted=[1, 6, 7])

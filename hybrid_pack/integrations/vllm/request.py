@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hybrid_pack.errors import UsageError
 from hybrid_pack.integrations.vllm.advice import command_for
+from hybrid_pack.runnable import UNSERVED
 from hybrid_pack.runtime.activation import Activation, GatedSilu, Relu2, SwigluOai, parse_activation
 from hybrid_pack.schemas.manifest import Manifest
 from hybrid_pack.sharding import Topology
@@ -19,12 +20,6 @@ _NAMES: dict[type, tuple[str, ...]] = {
 """vLLM's ``MoEActivation`` for ours."""
 _GPT_OSS = SwigluOai(alpha=1.702, limit=7.0)
 """Defaults of vLLM's ``swigluoai_and_mul``."""
-
-_UNSERVED = {
-    "deepseek_v4": "its attention computes with codes and scale of wo_a itself, as only vLLM's own method leaves "
-    "them, and shared experts are cut by that method's blocks",
-}
-"""Families that packs are made of and that vLLM runs with nothing but a config of their own, by ``model_type``."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ def require_served(model_type: str | None, model: str) -> None:
     Raises:
         UsageError: It is one.
     """
-    if (reason := _UNSERVED.get(model_type or "")) is not None:
+    if (reason := UNSERVED.get(model_type or "")) is not None:
         raise UsageError(
             f"packs of {model_type} cannot be served with vLLM yet: {reason}", where=model,
             hint="serve the source itself; `hybrid_pack.open_pack` runs the experts",
