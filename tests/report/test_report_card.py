@@ -249,7 +249,10 @@ def test_it_says_how_vllm_serves_it(tp: int, ep: int, command: str | None) -> No
 
 
 def test_a_family_that_vllm_does_not_serve_is_not_announced_as_served() -> None:
-    for config in ({"model_type": "deepseek_v4"}, {"model_type": "wrapper", "text_config": {"model_type": "deepseek_v4"}}):
+    for config in (
+        {"model_type": "deepseek_v4"},
+        {"model_type": "wrapper", "text_config": {"model_type": "deepseek_v4"}},
+    ):
         text = model_card(view(), config, {})
         assert "vllm serve" not in text and "vLLM does not serve packs of this family yet: its attention" in text
         assert "HybridMoE" in text, "its experts can be run"
