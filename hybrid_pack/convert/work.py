@@ -96,8 +96,8 @@ class Run:
             return total
 
         with ThreadPoolExecutor(self.workers, "hybrid-pack") as pool:
-            futures = [pool.submit(work) for _ in range(self.workers)]
-            try:
+            try:  # an interrupt may come while threads are still being started
+                futures = [pool.submit(work) for _ in range(self.workers)]
                 wait(futures, return_when=FIRST_EXCEPTION)
             except BaseException:
                 self.stopped.set()

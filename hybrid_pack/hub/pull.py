@@ -271,8 +271,8 @@ class _Pull:
                 raise
 
         crew = Crew(workers, "hybrid-pack-pull")
-        futures = [crew.submit(work, entry) for entry in entries]
-        try:
+        try:  # an interrupt may come while threads are still being started
+            futures = [crew.submit(work, entry) for entry in entries]
             wait(futures, return_when=FIRST_EXCEPTION)
         except BaseException:
             self.stop.set()

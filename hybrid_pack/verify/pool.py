@@ -62,8 +62,8 @@ class Pool:
                 raise
 
         with ThreadPoolExecutor(self.workers, "hybrid-pack-verify") as threads:
-            futures = [threads.submit(work) for _ in range(self.workers)]
-            try:
+            try:  # an interrupt may come while threads are still being started
+                futures = [threads.submit(work) for _ in range(self.workers)]
                 wait(futures, return_when=FIRST_EXCEPTION)
             except BaseException:
                 self.stopped.set()
