@@ -7,14 +7,11 @@ from collections.abc import Mapping
 
 from hybrid_pack.convert.encode import ROLES
 from hybrid_pack.convert.journal import Record
-from hybrid_pack.io.declared import BAD_DB
+from hybrid_pack.io.declared import BAD_DB, first_of
 from hybrid_pack.plan import Plan
 
 DECIMALS = 3
 """Of an SQNR in dB."""
-
-NAMED = 6
-"""Places a warning names."""
 
 
 def sqnr_db(signal: float, error: float) -> float | None:
@@ -44,20 +41,14 @@ def lost_notes(plan: Plan, records: Mapping[str, Record]) -> list[str]:
                     weak[shard.layer, int(text), ROLES.index(role), role] = own
     notes = []
     if lost:
-        what = _named([f"layer {layer} expert {expert} {role}" for layer, expert, _, role in sorted(lost)])
+        what = first_of([f"layer {layer} expert {expert} {role}" for layer, expert, _, role in sorted(lost)])
         number = "1 matrix is" if len(lost) == 1 else f"{len(lost):,} matrices are"
         notes.append(f"WARNING: {number} all zero in the pack and not in the source, below the least scale: {what}")
     if weak:
-        what = _named([f"layer {at[0]} expert {at[1]} {at[3]} ({db:.2f} dB)" for at, db in sorted(weak.items())])
+        what = first_of([f"layer {at[0]} expert {at[1]} {at[3]} ({db:.2f} dB)" for at, db in sorted(weak.items())])
         number = "1 matrix" if len(weak) == 1 else f"{len(weak):,} matrices"
         notes.append(f"WARNING: {number} below {BAD_DB:g} dB, which the SQNR of the whole expert hides: {what}")
     return notes
-
-
-def _named(places: list[str]) -> str:
-    """The first few of them, and how many more."""
-    more = f" and {len(places) - NAMED:,} more" if len(places) > NAMED else ""
-    return ", ".join(places[:NAMED]) + more
 
 
 def quantized_tiers(plan: Plan, records: Mapping[str, Record]) -> list[Record]:

@@ -173,12 +173,10 @@ class Statistics:
             raise DataError(problem, where=tensor, hint="collect it again, over text that reaches every expert")
         return values
 
-    def _used(self) -> dict[int, set[Located]]:
-        """Tensors by the layer that uses them."""
-        return {
-            layer: {self._find(layer, expert, matrix) for matrix in self._wanted.channels for expert in experts}
-            for layer, experts in self._wanted.experts.items()
-        }
+    def _used(self, layer: int) -> set[Located]:
+        """Tensors that a layer uses; none where nothing is wanted of it."""
+        experts = self._wanted.experts.get(layer, ())
+        return {self._find(layer, expert, matrix) for matrix in self._wanted.channels for expert in experts}
 
     def scan(self) -> Scanned:
         """Read every file once, in order, to find out before the work what ``read`` would refuse, and for its digest.
@@ -189,7 +187,7 @@ class Statistics:
             DataError: As ``read``.
             EnvironmentFailure: Likewise.
         """
-        used = self._used()
+        used = {layer: self._used(layer) for layer in self._wanted.experts}
         wanted: dict[Path, list[Located]] = {}
         for tensor in set().union(*used.values()):
             wanted.setdefault(tensor.path, []).append(tensor)
@@ -228,7 +226,7 @@ class Statistics:
             DataError: One was written to since: nothing may be recorded that was made from it.
             EnvironmentFailure: It is gone.
         """
-        for path in sorted({tensor.path for tensor in self._used().get(layer, ())}):
+        for path in sorted({tensor.path for tensor in self._used(layer)}):
             if _state(path) != self._states[path]:
                 raise DataError(
                     f"the {self._kind.noun} file changed while it was in use",

@@ -15,7 +15,7 @@ BAD_DB = 10.0
 """SQNR of an expert that nobody would want: NF3 of usual weights has 15, the worst seen in trained ones 13."""
 
 NAMED = 4
-"""Experts that a line names before it counts the rest."""
+"""Places that a line names before it counts the rest."""
 TOO_GOOD = 0.03
 """GPTQ's error over that of rounding to nearest that no inputs of a model gave: trained ones 0.31, autoregressive ones
 of 0.99 0.038; Hessians of a sixteenth as many tokens as channels, which have that rank, gave 0.022."""
@@ -25,6 +25,12 @@ _ENDS = (
     ("groups_zero_scale", "zero (weights all zero, or too small for the smallest scale)"),
 )
 """What a scale at an end of its range means."""
+
+
+def first_of(places: Sequence[str]) -> str:
+    """The first few of them, and how many more."""
+    more = f" and {len(places) - NAMED:,} more" if len(places) > NAMED else ""
+    return ", ".join(places[:NAMED]) + more
 
 
 def _count(number: int, what: str) -> str:
@@ -131,11 +137,10 @@ def _lost(entries: Sequence[QuantizedTier]) -> list[str]:
     )
     if not bad:
         return []
-    named = ", ".join(f"layer {layer} expert {expert} ({sqnr:.2f})" for sqnr, layer, expert in bad[:NAMED])
-    more = f" and {len(bad) - NAMED:,} more" if len(bad) > NAMED else ""
+    named = first_of([f"layer {layer} expert {expert} ({sqnr:.2f})" for sqnr, layer, expert in bad])
     whose = "its weights are mostly" if len(bad) == 1 else "their weights are mostly"
     return [
-        f"WARNING: {_count(len(bad), f'{entries[0].tier} expert')} below {BAD_DB:g} dB, {whose} lost: {named}{more}; "
+        f"WARNING: {_count(len(bad), f'{entries[0].tier} expert')} below {BAD_DB:g} dB, {whose} lost: {named}; "
         f"{_reason(entries, {layer for _, layer, _ in bad}, len(bad))}"
     ]
 

@@ -98,7 +98,7 @@ def test_many_are_counted(tmp_path: Path) -> None:
         set_sigma(root, expert, "up", 1e-6)
         set_sigma(root, expert, "gate", 1e-6)
     [line] = warnings_of(report_of(root, tmp_path / "out"))
-    assert line.startswith("WARNING: 8 matrices") and line.endswith("layer 1 expert 2 up and 2 more")
+    assert line.startswith("WARNING: 8 matrices") and line.endswith("layer 1 expert 1 up and 4 more")
 
 
 def test_a_matrix_of_which_little_is_left(tmp_path: Path) -> None:

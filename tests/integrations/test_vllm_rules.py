@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
 from hybrid_pack.formats.source import Header
-from hybrid_pack.integrations.vllm import processes
 from hybrid_pack.integrations.vllm.base import BaseTensors
 from hybrid_pack.integrations.vllm.drafts import Decoder, is_draft
 from hybrid_pack.integrations.vllm.kept import why_not_experts
 from hybrid_pack.integrations.vllm.options import Options, misplaced, parse_options
 from hybrid_pack.integrations.vllm.prefixes import layer_of, stored_names
-from hybrid_pack.integrations.vllm.processes import METHOD, spawn_if_needed
 from hybrid_pack.integrations.vllm.request import require_served
 from hybrid_pack.integrations.vllm.source import excludes, fp8_kv_cache, method_name
 from hybrid_pack.integrations.vllm.versions import indexer_keys, known_names, why_not_version
@@ -475,38 +471,3 @@ def test_nothing_is_seen_too_early() -> None:
     early.require_built("model.layers.0.mlp.experts")
     with pytest.raises(DataError, match=r"layers\.0\.mlp\.gate"):
         early.require_built("model.layers.1.mlp.experts")
-
-
-def test_registering_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    import sys
-
-    from hybrid_pack.integrations.vllm import register
-
-    monkeypatch.setitem(sys.modules, "hybrid_pack.integrations.vllm.registration", SimpleNamespace())
-    with caplog.at_level(logging.WARNING):
-        register()
-    assert "cannot be registered" in caplog.text
-
-
-@pytest.mark.parametrize("before", ["fork", None, "spawn"])
-@pytest.mark.parametrize("in_use", [False, True])
-def test_engines_are_spawned_where_the_driver_is_in_use(
-    before: str | None, in_use: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    environment = {} if before is None else {METHOD: before}
-    caplog.set_level(logging.INFO)
-    spawn_if_needed(logging.getLogger("test"), environment, lambda: in_use)
-    assert environment.get(METHOD) == ("spawn" if in_use else before)
-    assert ("spawned, not forked" in caplog.text) == (in_use and before != "spawn")
-
-
-def test_a_driver_that_is_not_there_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise OSError(name)
-
-    monkeypatch.setattr(processes.ctypes, "CDLL", missing)
-    assert not processes.driver_in_use()
-    monkeypatch.setattr(processes.ctypes, "CDLL", lambda name: SimpleNamespace(cuDeviceGetCount=lambda at: 3))
-    assert not processes.driver_in_use()
-    monkeypatch.setattr(processes.ctypes, "CDLL", lambda name: SimpleNamespace(cuDeviceGetCount=lambda at: 0))
-    assert processes.driver_in_use()

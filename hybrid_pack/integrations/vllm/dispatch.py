@@ -18,7 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 from hybrid_pack.errors import DataError
 from hybrid_pack.formats.source import Header
-from hybrid_pack.integrations.vllm.arriving import arriving
+from hybrid_pack.integrations.vllm.arriving import arriving, own
 from hybrid_pack.integrations.vllm.base import PLAIN
 from hybrid_pack.integrations.vllm.drafts import is_draft
 from hybrid_pack.integrations.vllm.kept import why_not_experts, why_not_read
@@ -92,7 +92,7 @@ def _reading(method: Any, experts: Sequence[Mapping[str, Header]], prefix: str) 
 
     def create_weights(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         create(layer, *args, **kwargs)
-        registered = {name: (p.dtype, tuple(p.shape)) for name, p in layer.named_parameters(recurse=False)}
+        registered = {name: (p.dtype, tuple(p.shape)) for name, p in own(layer).items()}
         backend = getattr(getattr(method, "nvfp4_backend", None), "name", None)
         if (why_not := why_not_read(registered, experts, backend)) is not None:
             stored = ", ".join(sorted({name for fields in experts for name in fields}))

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from hybrid_pack.errors import DataError
 from hybrid_pack.formats import e8m0
-from hybrid_pack.integrations.vllm.arriving import arriving, expect
+from hybrid_pack.integrations.vllm.arriving import arriving, expect, own
 from hybrid_pack.integrations.vllm.base import INTEGERS, Stored, name_of
 from hybrid_pack.integrations.vllm.dequantised import DequantisedLinearMethod
 from hybrid_pack.integrations.vllm.fits import why_not_held
@@ -128,7 +128,7 @@ def _unlike(layer: torch.nn.Module, before: set[str], stored: Stored) -> str | N
         before: Names of those it had before.
         stored: What is stored.
     """
-    registered = {name: p for name, p in layer.named_parameters(recurse=False) if name not in {*before, "bias"}}
+    registered = {name: p for name, p in own(layer).items() if name not in {*before, "bias"}}
     lacking = sorted(set(registered) - stored.every)
     unread = sorted(set(stored.fields) - set(registered) - {"bias"})
     if lacking:
@@ -168,7 +168,7 @@ def _guarded(method: Any, stored: Stored, prefix: str) -> Any:
         **kwargs: Any,
     ) -> None:
         sizes = input_size_per_partition, output_partition_sizes
-        before = set(dict(layer.named_parameters(recurse=False)))
+        before = set(own(layer))
         reason = _too_small(method, sum(output_partition_sizes), input_size_per_partition)
         try:
             if reason is None:
@@ -178,10 +178,10 @@ def _guarded(method: Any, stored: Stored, prefix: str) -> Any:
             reason = f"failed: {type(error).__name__}: {error}"
         if reason is None:
             _tell(f"run by vLLM's {type(method).__name__}", stored, prefix)
-            names = set(dict(layer.named_parameters(recurse=False))) - before
+            names = set(own(layer)) - before
             expect(method, layer, names, stored, prefix, len(output_partition_sizes))
             return
-        for name in set(dict(layer.named_parameters(recurse=False))) - before:
+        for name in set(own(layer)) - before:
             delattr(layer, name)
         layer.quant_method = _dequantised(stored, prefix, f"vLLM's {type(method).__name__} {reason}")
         layer.quant_method.create_weights(layer, *sizes, *args, **kwargs)
