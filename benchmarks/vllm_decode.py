@@ -1,28 +1,32 @@
 """Does vLLM decode as fast from a pack as from the hybrid checkpoint repacked at load?
 
-    python -m benchmarks.vllm_decode [--folder DIR] [--layers 4] [--rounds 40] [--out FILE]
+    python -m benchmarks.vllm_decode [--folder DIR] [--layers 8] [--rounds 24] [--out FILE]
 
-The model, the two ways and their engines are ``vllm_serve``'s. Both engines are on one GPU at one time and decode in
-turns, so both meet the machine as it is just then: between starts of one engine its rate was seen to differ by 1.6
-times, with the speed of the host. A round is 128 tokens of each, greedy, the prompts' own step included. Few layers
-make a step that the host's part rules; what the GPU does in a step is therefore timed too, by replaying the CUDA graph
-that vLLM captured for it. Ratios are taken round by round, and a median has a range that holds it with 95 % (the order
-statistics of the sign test).
+The model, the two ways and their engines are ``vllm_serve``'s; so many layers that a step is the GPU's work and not
+the host's. Both engines are on one GPU at one time and decode in turns, from one core, so both meet the machine as it
+is just then: between starts of one engine its rate was seen to differ by 1.6 times, with the speed of the host. A round
+is 128 tokens of each, greedy, the prompts' own step included. What the GPU does in a step is timed too, by replaying
+the CUDA graph that vLLM captured for it, after one step of prompts that are new in each round: both engines then visit
+the same experts, and the rounds visit different ones. Ratios are taken round by round, and a median has a range that
+holds it with 95 % (the order statistics of the sign test).
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -34,52 +38,71 @@ from tests.gpu.vllm_models import prompts
 
 BATCHES = (1, 8)
 NEW_TOKENS = 128
-MEASURES = ("tokens a second", "GPU steps a second")
+WARM_UP = 2
+"""Rounds that are not counted."""
+
+Tokens = list[list[int]]
+Generate = Callable[[int, int, int], tuple[Tokens, float]]
+Measure = Callable[[int, int], tuple[Tokens, float]]
 
 
 # in the process of an engine
 
 
 def child(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Start an engine and do what is asked; what it answered to prompts last, by batch size."""
-    from vllm import LLM, SamplingParams
+    """Start an engine and do what is asked, all from the last core that this process may use."""
+    from vllm import LLM
 
     talk = Connection(case["talk"])
     llm = LLM(**case["engine"])
-    parameters = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
-    answers: dict[str, Any] = {}
-
-    def decode(batch: int) -> float:
-        given = [{"prompt_token_ids": ids} for ids in prompts(case["vocab"], (PROMPT,) * batch, 3)]
-        began = time.perf_counter()
-        outputs = llm.generate(given, parameters, use_tqdm=False)
-        seconds = time.perf_counter() - began
-        answers[str(batch)] = [list(map(int, output.outputs[0].token_ids)) for output in outputs]
-        return batch * NEW_TOKENS / seconds
-
-    serve(talk, {"tokens a second": decode, "GPU steps a second": replay})
-    return answers
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # this thread, which drives the engine
+    serve(talk, {name: partial(measure, partial(generate, llm, case["vocab"])) for name, measure in MEASURES.items()})
+    return {}
 
 
-def replay(batch: int) -> float:
-    """How often a second the GPU does the step of a batch, by vLLM's own graph; it computes the last step again."""
+def generate(llm: Any, vocab: int, batch: int, number: int, new: int) -> tuple[Tokens, float]:
+    """Tokens of a batch of prompts that are new with each ``number``, and seconds."""
+    from vllm import SamplingParams
+
+    given = [{"prompt_token_ids": ids} for ids in prompts(vocab, (PROMPT,) * batch, number)]
+    parameters = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+    began = time.perf_counter()
+    outputs = llm.generate(given, parameters, use_tqdm=False)
+    return [list(map(int, output.outputs[0].token_ids)) for output in outputs], time.perf_counter() - began
+
+
+def decode(given: Generate, batch: int, number: int) -> tuple[Tokens, float]:
+    """Tokens, and how many a second."""
+    tokens, seconds = given(batch, number, NEW_TOKENS)
+    return tokens, batch * NEW_TOKENS / seconds
+
+
+def step(given: Generate, batch: int, number: int) -> tuple[Tokens, float]:
+    """Tokens, and how often a second the GPU does the step that made the last of them, by vLLM's own graph."""
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
+    tokens, _ = given(batch, number, 2)
     graphs = [
         entry.cudagraph
         for wrapper in CUDAGraphWrapper._all_instances if wrapper.runtime_mode.name == "FULL"
         for size, entry in wrapper.concrete_cudagraph_entries.items() if size.num_tokens == batch
     ]  # fmt: skip
     assert len(graphs) == 1, f"{len(graphs)} full graphs of {batch}"
-    return 1 / timing.gpu_seconds(graphs[0].replay, torch.device("cuda"))
+    return tokens, 1 / timing.gpu_seconds(graphs[0].replay, torch.device("cuda"))
 
 
-def serve(talk: Connection, actions: Mapping[str, Callable[[int], float]]) -> None:
-    """Say that it is ready; then a rate for each action and batch size that come, until None does."""
+MEASURES: dict[str, Callable[[Generate, int, int], tuple[Tokens, float]]] = {
+    "tokens a second": decode,
+    "GPU steps a second": step,
+}
+
+
+def serve(talk: Connection, measures: Mapping[str, Measure]) -> None:
+    """Say that it is ready; then measure for each name, batch size and number that come, until None does."""
     talk.send("ready")
     while (asked := talk.recv()) is not None:
-        action, batch = asked
-        talk.send(actions[action](batch))
+        name, batch, number = asked
+        talk.send(measures[name](batch, number))
 
 
 # in the process that asks them
@@ -100,28 +123,38 @@ def in_turns(talks: Mapping[str, Connection], rounds: int, keep: Callable[[dict[
     """Rates of both ways and their ratios, by batch size; ``keep`` gets what is there after each measure."""
     found: dict[str, Any] = {}
 
-    def rate(way: str, asked: tuple[str, int]) -> float:
+    def ask(way: str, *asked: str | int) -> tuple[Tokens, float]:
         talks[way].send(asked)
-        return float(talks[way].recv())
+        return cast("tuple[Tokens, float]", talks[way].recv())
 
     for way in WAYS:
         assert talks[way].recv() == "ready"
     for batch, measure in product(BATCHES, MEASURES):
         rates: dict[str, list[float]] = {way: [] for way in WAYS}
-        for number in range(rounds + 2):
-            for way in WAYS if number % 2 else WAYS[::-1]:
-                value = rate(way, (measure, batch))
-                if number >= 2:  # those before warm up
-                    rates[way].append(value)
+        same = []
+        for number in range(rounds + WARM_UP):
+            said = {way: ask(way, measure, batch, number) for way in (WAYS if number % 2 else WAYS[::-1])}
+            if number < WARM_UP:
+                continue
+            for way, (_, rate) in said.items():
+                rates[way].append(rate)
+            same.append(alike(*(said[way][0] for way in WAYS)))
         ratios = [a / b for a, b in zip(rates["pack"], rates["repack"], strict=True)]
         found[f"batch {batch}, {measure}"] = {
             **{way: common.summary(rates[way]) for way in WAYS},
             "pack to repack": {**common.summary(ratios), "median lies in": median_range(ratios)},
+            "share of tokens that are the same": statistics.mean(same),
         }
         keep(found)
     for way in WAYS:
         talks[way].send(None)
     return found
+
+
+def alike(one: Tokens, other: Tokens) -> float:
+    """Share of places with the same token."""
+    pairs = [a == b for ours, theirs in zip(one, other, strict=True) for a, b in zip(ours, theirs, strict=True)]
+    return sum(pairs) / len(pairs)
 
 
 def measure(options: argparse.Namespace, folder: Path, work: Path) -> dict[str, Any]:
@@ -140,7 +173,7 @@ def measure(options: argparse.Namespace, folder: Path, work: Path) -> dict[str, 
         if options.out is not None:
             common.keep(options.out, run.result)
 
-    def decode() -> dict[str, Any]:
+    def turns() -> list[dict[str, Any]]:
         pipes = {way: Pipe() for way in WAYS}
 
         def engine(way: str) -> dict[str, Any]:
@@ -159,10 +192,9 @@ def measure(options: argparse.Namespace, folder: Path, work: Path) -> dict[str, 
             finally:
                 for pipe in pipes.values():
                     pipe[0].close()
-            answers = {way: future.result() for way, future in running.items()}
-        return {batch: answers["pack"][batch] == answers["repack"][batch] for batch in answers["pack"]}
+            return [future.result() for future in running.values()]
 
-    run.part("the same tokens, by batch size", decode)
+    run.part("decode", turns)
     if options.out is not None:
         common.keep(options.out, run.result)
         options.out.with_suffix(".log").write_text("\n".join(bench.logs))
@@ -173,8 +205,8 @@ def main() -> None:
     """Measure, print and keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="where source and pack are made; those that are there are used")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--seconds", type=float, default=400, help="until the engines are ended")
     parser.add_argument("--out", type=Path, help="where the result goes")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")

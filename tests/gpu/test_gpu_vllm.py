@@ -164,9 +164,17 @@ def test_memory_does_not_grow_with_requests(stage: Callable[[str], Results], nam
     assert len({round_["segments"] for round_ in after}) == 1, after
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe/tp2/eager", "qwen3_moe/tp2/graphs", "qwen3_moe/pack/eager"])
+@pytest.mark.parametrize("name", [case.name for case in vllm_cases.two_rank_cases() if case.folder != "bf16"])
 def test_two_ranks_are_one(stage: Callable[[str], Results], name: str) -> None:
     if torch.cuda.device_count() < 2:
         wanted = int(os.environ.get("HYBRID_PACK_REQUIRE_GPUS", "1"))
         (pytest.fail if wanted > 1 else pytest.skip)(f"needs two GPUs, found {torch.cuda.device_count()}")
-    judge(stage("tp2"), name)
+    judge(stage("two ranks"), name)
+
+
+@pytest.mark.parametrize("split", vllm_cases.SPLITS)
+def test_ranks_that_share_a_gpu_are_one(stage: Callable[[str], Results], split: str) -> None:
+    name = f"qwen3_moe/{split}/one GPU"
+    judge(stage("shared"), name)
+    for rank in range(2):
+        assert f"3 layers of rank {rank} on cuda:0" in stage("shared")[name]["log"]

@@ -31,6 +31,9 @@ GRAPHS_OF_FEW = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
 MTP = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": "TRITON_ATTN"}
 EAGER: dict[str, Any] = {"enforce_eager": True}
 TORCH: dict[str, Any] = EAGER | {"additional_config": {"hybrid_pack": {"backend": "torch"}}}
+TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
+SPLITS: dict[str, dict[str, Any]] = {"tp2": {}, "ep2": {"enable_expert_parallel": True}}
+"""Packs for two ranks, and what vLLM is told to split experts so."""
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 FORKED = {"VLLM_PLUGINS": "hybrid_pack"}
 """Without b12x's own plugin, whose imports initialise the CUDA driver; after that ours has engines spawned."""
@@ -113,19 +116,33 @@ def calls_cases() -> list[Case]:
     ]
 
 
-def tp2_cases() -> list[Case]:
-    """Two GPUs against one, of the same checkpoint."""
-    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
+def two_rank_cases() -> list[Case]:
+    """Tensor and expert parallelism on two GPUs against one, of the same checkpoint."""
     return [
-        Case("qwen3_moe/tp2/eager", "parity", "pack-tp2", EAGER | two, method="spawn"),
-        Case("qwen3_moe/tp2/graphs", "parity", "pack-tp2", GRAPHS | two, method="spawn"),
+        *(
+            Case(f"qwen3_moe/{way}/{mode}", "parity", f"pack-{way}", engine | TWO | split, method="spawn")
+            for way, split in SPLITS.items() for mode, engine in (("eager", EAGER), ("graphs", GRAPHS))
+        ),
         Case("qwen3_moe/pack/eager", "parity", "pack", EAGER, all_sizes=True),
+        Case("qwen3_moe/bf16/eager", "parity", "bf16", EAGER, environment=IN_PROCESS, all_sizes=True),
+    ]  # fmt: skip
+
+
+def shared_cases() -> list[Case]:
+    """The same with both ranks on one GPU."""
+    sharing = EAGER | TWO | {"worker_cls": "tests.gpu.vllm_one_gpu.SharingWorker"}
+    gloo = {"VLLM_DISABLE_PYNCCL": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return [
+        *(
+            Case(f"qwen3_moe/{way}/one GPU", "parity", f"pack-{way}", sharing | split, "spawn", gloo)
+            for way, split in SPLITS.items()
+        ),
         Case("qwen3_moe/bf16/eager", "parity", "bf16", EAGER, environment=IN_PROCESS, all_sizes=True),
     ]
 
 
-STAGES = {"parity": parity_cases, "calls": calls_cases, "tp2": tp2_cases}
-PORTS = {"parity": 21000, "calls": 31000, "tp2": 41000}
+STAGES = {"parity": parity_cases, "calls": calls_cases, "two ranks": two_rank_cases, "shared": shared_cases}
+PORTS = {"parity": 21000, "calls": 31000, "two ranks": 41000, "shared": 51000}
 """First port of each stage, since stages may run at one time."""
 
 

@@ -2,9 +2,9 @@
 
     python -m tests.gpu.vllm_models FOLDER [NAME ...]
 
-For each: ``NAME/source`` (hybrid: kept experts NVFP4 or MXFP4, the others NF3), ``NAME/pack`` (and ``NAME/pack-tp2``),
-as ``hybrid-pack convert`` makes them, and ``NAME/bf16``: experts, and what of the base is quantised, in BF16, all else
-the same.
+For each: ``NAME/source`` (hybrid: kept experts NVFP4 or MXFP4, the others NF3), ``NAME/pack`` (and ``NAME/pack-tp2``,
+``NAME/pack-ep2``), as ``hybrid-pack convert`` makes them, and ``NAME/bf16``: experts, and what of the base is
+quantised, in BF16, all else the same.
 
 How tokens are decided: the first ``CLASSES`` coordinates of the residual stream are a one-hot code of the token's
 class, which nothing in the model writes to. The router reads that block alone and ranks experts by wide margins, so
@@ -63,7 +63,7 @@ class Shape:
         groups: Groups of experts the router chooses from, two of them for a token; 1 is no grouping.
         shared: Whether each layer has a shared expert.
         mtp: Whether there is a multi-token-prediction layer, outside the map and all NVFP4.
-        tp2: Whether a pack for two ranks is made too.
+        two_ranks: Whether packs for two ranks are made too, tensor-parallel and expert-parallel.
         steep: Class code, zeroed writes to it and a router that reads it; else a plain random router.
         fp8_base: Whether qwen3_moe's attention is stored quantised: q, k and v as MXFP8, o as FP8 with a scale a row.
     """
@@ -74,7 +74,7 @@ class Shape:
     groups: int = 1
     shared: bool = False
     mtp: bool = False
-    tp2: bool = False
+    two_ranks: bool = False
     hidden: int = 512
     intermediate: int = 256
     experts: int = 32
@@ -106,7 +106,7 @@ class Shape:
 
 
 SHAPES: dict[str, Shape] = {
-    "qwen3_moe": Shape("qwen3_moe", tp2=True),
+    "qwen3_moe": Shape("qwen3_moe", two_ranks=True),
     "deepseek_v3": Shape("deepseek_v3", kept_format="mxfp4", dense=1, groups=4, shared=True, mtp=True),
     "glm4_moe": Shape("glm4_moe", dense=1, shared=True, seed=2),
 }
@@ -386,10 +386,11 @@ def write_bf16(root: Path, shape: Shape, packed: Path) -> None:
     write_shards(root, shards(), config(shape))
 
 
-def convert(source: Path, out: Path, tp: int = 1) -> None:
-    """``hybrid-pack convert``, as a user calls it."""
-    command = [sys.executable, "-m", "hybrid_pack.cli", "convert", str(source), "--out", str(out), "--tp", str(tp)]
-    subprocess.run(command, check=True)
+def convert(source: Path, out: Path, *split: str) -> None:
+    """``hybrid-pack convert``, as a user calls it; ``split`` such as ``--tp 2``."""
+    subprocess.run(
+        [sys.executable, "-m", "hybrid_pack.cli", "convert", str(source), "--out", str(out), *split], check=True
+    )
 
 
 def make(folder: Path, name: str) -> None:
@@ -397,10 +398,12 @@ def make(folder: Path, name: str) -> None:
     shape, root = EVERY[name], folder / name
     if not (root / "source" / "config.json").exists():
         write_source(root / "source", shape)
-    for tp in (1, 2) if shape.tp2 else (1,):
-        out = root / ("pack" if tp == 1 else "pack-tp2")
-        if not (out / "hybrid_pack.json").exists():
-            convert(root / "source", out, tp)
+    packs: dict[str, tuple[str, ...]] = {"pack": ("--tp", "1")}
+    if shape.two_ranks:
+        packs |= {"pack-tp2": ("--tp", "2"), "pack-ep2": ("--tp", "1", "--ep", "2")}
+    for out, split in packs.items():
+        if not (root / out / "hybrid_pack.json").exists():
+            convert(root / "source", root / out, *split)
     if not (root / "bf16" / "config.json").exists():
         write_bf16(root / "bf16", shape, root / "pack")
 
