@@ -26,13 +26,14 @@ def collect(folder: Path) -> dict[str, Any]:
     if lines.exists():
         rows = map(json.loads, lines.read_text().splitlines())
         found["comparisons"] = {row.pop("case"): row for row in rows}
-    for stage in ("parity", "calls"):
+    for stage in ("parity", "calls", "shared", "two_ranks"):
         path = folder / f"vllm_{stage}.json"
         if not path.exists():
             continue
         results = json.loads(path.read_text())
         found.setdefault("failed", {}).update({name: r["error"] for name, r in results.items() if "error" in r})
-        found["vllm"] = sorted({r["vllm"]["version"] for r in results.values() if "vllm" in r})
+        versions = {r["vllm"]["version"] for r in results.values() if "vllm" in r}
+        found["vllm"] = sorted(versions.union(found.get("vllm", ())))
         if stage == "calls":
             found["calls"] = {name: {key: r[key] for key in CALLS if key in r} for name, r in results.items()}
     return found

@@ -169,7 +169,7 @@ def test_two_ranks_are_one(stage: Callable[[str], Results], name: str) -> None:
     if torch.cuda.device_count() < 2:
         wanted = int(os.environ.get("HYBRID_PACK_REQUIRE_GPUS", "1"))
         (pytest.fail if wanted > 1 else pytest.skip)(f"needs two GPUs, found {torch.cuda.device_count()}")
-    judge(stage("two ranks"), name)
+    judge(stage("two_ranks"), name)
 
 
 @pytest.mark.parametrize("split", vllm_cases.SPLITS)

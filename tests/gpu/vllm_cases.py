@@ -141,8 +141,8 @@ def shared_cases() -> list[Case]:
     ]
 
 
-STAGES = {"parity": parity_cases, "calls": calls_cases, "two ranks": two_rank_cases, "shared": shared_cases}
-PORTS = {"parity": 21000, "calls": 31000, "two ranks": 41000, "shared": 51000}
+STAGES = {"parity": parity_cases, "calls": calls_cases, "two_ranks": two_rank_cases, "shared": shared_cases}
+PORTS = {"parity": 21000, "calls": 31000, "two_ranks": 41000, "shared": 51000}
 """First port of each stage, since stages may run at one time."""
 
 
