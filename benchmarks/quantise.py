@@ -28,8 +28,9 @@ import numpy as np
 import torch
 
 from benchmarks import common
-from hybrid_pack.quantize import SEARCHES, Search, nvfp4_second_scale
+from hybrid_pack.quantize import SEARCHES, Search, best_second_scale, nvfp4_second_scale
 from hybrid_pack.quantize.cuda import Quantized, quantize_mxfp4_cuda, quantize_nf3_cuda, quantize_nvfp4_cuda
+from hybrid_pack.quantize.second import SAMPLE
 from tests.quantize.ours import (
     F32,
     NAMES,
@@ -76,7 +77,9 @@ def sources() -> dict[str, F32]:
 
 def decoded(plain: F32) -> F32:
     """The weights an NVFP4 checkpoint made the usual way has of a matrix."""
-    return decoded_rows(quantize("nvfp4", plain, "absmax", second=second_of("nvfp4", plain)))
+    return decoded_rows(
+        quantize("nvfp4", plain, "absmax", second=nvfp4_second_scale(float(np.abs(plain).max()), 448.0))
+    )
 
 
 def decibels(signal: float, error: float) -> float:
@@ -85,8 +88,11 @@ def decibels(signal: float, error: float) -> float:
 
 
 def second_of(name: Name, weights: F32) -> float:
-    """Second-level scale of a matrix, 1 where the format has none."""
-    return nvfp4_second_scale(float(np.abs(weights).max())) if name == "nvfp4" else 1.0
+    """Second-level scale of a matrix, chosen as ``convert`` does; 1 where the format has none."""
+    if name != "nvfp4":
+        return 1.0
+    sample = np.ascontiguousarray(weights[:: max(1, weights.size // SAMPLE)])
+    return best_second_scale(sample, float(np.abs(weights).max()), "mse")
 
 
 def errors(weights: F32) -> dict[str, Any]:

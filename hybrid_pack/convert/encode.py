@@ -20,7 +20,8 @@ from hybrid_pack.io.weights import canonical_rows, check_scales, decode_stored, 
 from hybrid_pack.layouts.rows import Rows
 from hybrid_pack.layouts.scale_bytes import MXFP4_MAX_BYTE, NVFP4_SECOND_LIMIT
 from hybrid_pack.plan import Plan
-from hybrid_pack.quantize import QuantStats, mxfp4_to_nvfp4, nvfp4_second_scale
+from hybrid_pack.quantize import QuantStats, best_second_scale, mxfp4_to_nvfp4, nvfp4_second_scale
+from hybrid_pack.quantize.second import SAMPLE
 
 Buffer = NDArray[np.uint8]
 Stored = Mapping[str, Buffer]
@@ -160,7 +161,7 @@ class Encoder:
             if cast is not None:
                 encoding.cast = True
                 return cast
-        common = self._second(one, given) if one.target is NVFP4 else 1.0
+        common = self._second(one, name, given) if one.target is NVFP4 else 1.0
         parts = []
         for i, each in enumerate(given):
             if each.matrix.native_to(one.target.name):
@@ -175,7 +176,7 @@ class Encoder:
             parts.append(Part(each.matrix, one.target, Rows.of(codes), Rows.of(scales), common, stats))
         return parts
 
-    def _second(self, one: _One, given: list[_Given]) -> float:
+    def _second(self, one: _One, name: str, given: list[_Given]) -> float:
         """The second-level scale of the matrices that are quantised.
 
         A matrix beside them that is NVFP4 already keeps its own, and theirs is that times a power of two, which block
@@ -184,7 +185,7 @@ class Encoder:
         made = [each for each in given if not each.matrix.native_to(one.target.name)]
         if not made:
             return 1.0
-        sizes = [max(float(np.abs(weights).max()) for _, weights in self._decoded(one, each)) for each in made]
+        sizes, samples = zip(*(self._sample(one, each) for each in made), strict=True)
         largest = max(sizes)
         wanted = nvfp4_second_scale(largest)
         native = [each.second for each in given if each.matrix.native_to(one.target.name)]
@@ -196,7 +197,23 @@ class Encoder:
                 found=f"{wanted:g}, for a largest weight of {largest:g}",
                 hint=f"{MXFP4_ADVICE} holds them" if largest < MXFP4_LIMIT else "no format of the kept tier holds them",
             )
-        return native[0] * 2.0 ** math.ceil(math.log2(wanted / native[0])) if native else wanted
+        if native:
+            return native[0] * 2.0 ** math.ceil(math.log2(wanted / native[0]))
+        return best_second_scale(np.concatenate(samples), largest, self._options.search, self._channels(one, name))
+
+    def _sample(self, one: _One, given: _Given) -> tuple[float, F32]:
+        """A matrix's largest magnitude, and rows of it at equal distances."""
+        step = max(1, given.matrix.rows * given.matrix.columns // SAMPLE)
+        largest, picked = 0.0, []
+        for first, weights in self._decoded(one, given):
+            largest = max(largest, float(np.abs(weights).max()))
+            picked.append(weights[-first % step :: step].copy())
+        return largest, np.concatenate(picked)
+
+    def _channels(self, one: _One, name: str) -> F32 | None:
+        """Importance of the columns of a kind of matrix, if there is one."""
+        importance = self._options.importance
+        return None if importance is None else importance.read(one.layer, one.expert, name)
 
     def _decoded(self, one: _One, given: _Given, rows: int = CHUNK_ROWS) -> Iterator[tuple[int, F32]]:
         """(first row, f32 [rows, K]) of consecutive rows; valid until the next."""
@@ -218,8 +235,7 @@ class Encoder:
             stats, errors = hessian.quantize(weights, self._levels, f"{one.where} {name}", codes, scales)
             encoding.on_hessians.add(errors)
             return stats
-        importance = self._options.importance
-        channels = None if importance is None else importance.read(one.layer, one.expert, name)
+        channels = self._channels(one, name)
         total = QuantStats()
         for first, weights in self._decoded(one, given, self._rows):
             rows = slice(first, first + len(weights))

@@ -7,17 +7,18 @@ from hybrid_pack.quantize.lift import lift_subnormal
 from hybrid_pack.quantize.rows import (
     SEARCHES,
     Search,
-    nvfp4_second_scale,
     quantize_mxfp4,
     quantize_nf3,
     quantize_nvfp4,
 )
+from hybrid_pack.quantize.second import best_second_scale, nvfp4_second_scale
 from hybrid_pack.quantize.stats import QuantStats
 
 __all__ = [
     "SEARCHES",
     "QuantStats",
     "Search",
+    "best_second_scale",
     "lift_subnormal",
     "mxfp4_to_nvfp4",
     "nvfp4_second_scale",

@@ -37,10 +37,6 @@ U8 = NDArray[np.uint8]
 Search = Literal["absmax", "mse", "weighted"]
 SEARCHES: tuple[Search, ...] = ("absmax", "mse", "weighted")
 
-NVFP4_LARGEST = 6.0 * 256.0
-"""What the second-level scale takes the largest weight to: the largest code times a block scale that a search can still
-enlarge, up to 448. Others use 448, which costs 0.4 dB where many blocks reach the largest weight, and gains nowhere."""
-
 
 def quantize_nf3(
     weights: F32, levels: Sequence[float], search: Search, importance: F32 | None, codes: U8, scales: U8
@@ -71,7 +67,7 @@ def quantize_nvfp4(
 
     Args:
         weights: f32 [N, K], C-contiguous, K a multiple of 16.
-        second: Second-level scale, a float32; see ``nvfp4_second_scale``.
+        second: Second-level scale, a float32; see ``quantize.second``.
         search: See the module's text.
         importance: f32 [K], finite, not negative; for ``weighted`` alone.
         codes: u8 [N, K/2] out, low nibble the even column.
@@ -104,19 +100,6 @@ def quantize_mxfp4(weights: F32, search: Search, importance: F32 | None, codes: 
         ValueError: As ``quantize_nf3``.
     """
     return _quantize(mxfp4_book(), weights, 1.0, search, importance, codes, scales)
-
-
-def nvfp4_second_scale(amax: float) -> float:
-    """Second-level scale of matrices whose largest magnitude is amax: amax / 1536 as float32, 1 for amax 0.
-
-    Gate and up of an expert share one: pass the larger amax. Never less than 2^-126, so that it has an inverse.
-
-    Raises:
-        ValueError: amax is negative or not finite.
-    """
-    if not 0 <= amax < float("inf"):
-        raise ValueError(f"the largest magnitude is a finite number from 0, not {amax!r}")
-    return max(float(np.float32(amax / NVFP4_LARGEST)), TINY) if amax > 0 else 1.0
 
 
 def check_second_scale(second: float) -> None:
