@@ -1,4 +1,4 @@
-"""One rank of vLLM's own engine set-up and model loading, on the CPU: ``python -m tests.integrations.vllm_cpu JSON``.
+"""One rank of vLLM's own engine set-up and model loading, on the CPU; run by ``forks.Server``.
 
 vLLM's wheel has no CPU kernels, but nothing up to the loaded model needs one: config, plugin, model, weight loading and
 the call of the experts are vLLM's own code. What is put in place of what the wheel lacks: the platform is told to be
@@ -8,14 +8,14 @@ the CPU, ``silu_and_mul`` is written with torch, and DeepSeek's attention gets a
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import shutil
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.integrations import forks
 
 TOKENS = 5
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "hybrid_pack"}
@@ -135,8 +135,12 @@ def reload(model: torch.nn.Module, config: Any, path: str) -> None:
         finalize_layerwise_reload(model, config.model_config)
 
 
-def run(case: dict[str, Any]) -> dict[str, Any]:
-    """Load a model as a worker does."""
+def run() -> None:
+    """Load a model as a worker does, and save what was found.
+
+    All up to the loading of plugins is done once for all cases. Nothing of ours may be imported by then, so that each
+    case has vLLM find the plugin, and imports it into the same vLLM as a process that did nothing else.
+    """
     pretend()
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -145,6 +149,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     from vllm.model_executor.model_loader import get_model
     from vllm.plugins import load_general_plugins
 
+    assert "hybrid_pack" not in sys.modules
+    case = forks.case()
     load_general_plugins()
     rename(case.get("renamed", {}))
     if case.get("fp8_kernel"):
@@ -191,10 +197,10 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             found["again"] = look(model)
     import vllm
 
-    return {**found, "key": key, "quantization": config.model_config.quantization, "vllm": vllm.__version__}
+    found |= {"key": key, "quantization": config.model_config.quantization, "vllm": vllm.__version__}
+    torch.save(found, case["out"])
 
 
 if __name__ == "__main__":
     os.environ |= ENVIRONMENT
-    given = json.loads(Path(sys.argv[1]).read_text())
-    torch.save(run(given), given["out"])
+    run()
