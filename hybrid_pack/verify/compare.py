@@ -290,10 +290,9 @@ class LayerComparison:
             exact = [w for w, quantised in zip(weights, made, strict=True) if w is not None and (cast or not quantised)]
             for own in exact:
                 counts.add_signal(self.layer, expert, own)
+        largest, native = 0.0, [None if q else second for q, second in zip(made, seconds, strict=True)]
         if any(made) and not cast and target == "nvfp4":
             largest = max(float(np.abs(w).max()) for w, q in zip(weights, made, strict=True) if q and w is not None)
-            native = [None if q else second for q, second in zip(made, seconds, strict=True)]
-            seconds = nvfp4_seconds(largest, native)
         for shard in shards:
             share = Share.of(shard.tp_rank, self._geometry.intermediate, self._intermediate)
             packed = self._unpacked(shard, expert, name, counts)
@@ -305,6 +304,8 @@ class LayerComparison:
                 elif not any(made):
                     self._moved(one, ours, stored)
                 else:
+                    if target == "nvfp4":
+                        seconds = nvfp4_seconds(largest, native, packed.global_scale)
                     self._mixed(one, ours, stored, made, seconds, weights)
             for _, matrix, _ in ours:
                 counts.weights += share.count * (matrix.columns if name == "w13" else matrix.rows)

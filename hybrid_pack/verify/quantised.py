@@ -16,8 +16,8 @@ from hybrid_pack.verify.quality import FP4_LEVELS, ScaleLadder, examine, mxfp4_l
 from hybrid_pack.verify.scale_rules import ScaleRule
 from hybrid_pack.verify.stored import F32, U8
 
-NVFP4_LARGEST = 6.0 * 256.0
-"""What the second-level scale brings the largest magnitude to."""
+BLOCK_SCALES = (256.0, 288.0, 320.0, 352.0, 384.0, 416.0, 448.0, 240.0)
+"""What the second-level scale of NVFP4 may give the block of the largest magnitude, coded 6; first the usual."""
 
 SMALLEST_SECOND = 2.0**-126
 """So that it has an inverse in binary32."""
@@ -105,24 +105,32 @@ def can_be_cast(matrices: Sequence[NativeRows]) -> bool:
     return not used.size or int(used.max()) - int(used.min()) <= CAST_OCTAVES
 
 
-def second_scale_of(largest: float) -> float:
+def second_scale_of(largest: float, block_scale: float = BLOCK_SCALES[0]) -> float:
     """NVFP4's second-level scale of matrices with this largest magnitude (binary32)."""
-    value = float(np.float32(largest) / np.float32(NVFP4_LARGEST))
+    value = float(np.float32(largest) / np.float32(6 * block_scale))
     return max(value, SMALLEST_SECOND) if largest > 0 else 1.0
 
 
-def nvfp4_seconds(largest: float, native: Sequence[float | None]) -> list[float]:
+def nvfp4_seconds(largest: float, native: Sequence[float | None], global_scale: float) -> list[float]:
     """Second-level scale of each part of a device matrix.
 
     Args:
         largest: Magnitude of the quantised parts' largest weight.
         native: Of each part its own where it is NVFP4 already, else None.
+        global_scale: On the device; where it fits none, the usual scale is taken.
     """
-    wanted = second_scale_of(largest)
     own = next((value for value in native if value is not None), None)
     if own is not None:
-        wanted = own * 2.0 ** math.ceil(math.log2(wanted / own))
+        wanted = own * 2.0 ** math.ceil(math.log2(second_scale_of(largest) / own))
+    else:
+        possible = [second_scale_of(largest, block_scale) for block_scale in BLOCK_SCALES]
+        wanted = next((second for second in possible if _fits(second, global_scale)), possible[0])
     return [wanted if value is None else value for value in native]
+
+
+def _fits(second: float, global_scale: float) -> bool:
+    """Whether a device's global scale is that of a second-level scale, over a power of two."""
+    return 0 < global_scale < math.inf and math.frexp(second / global_scale)[0] == 0.5
 
 
 def stored_bytes(target: str, device: U8, global_scale: float, seconds: Sequence[float], part: int) -> U8 | None:
@@ -142,9 +150,9 @@ def stored_bytes(target: str, device: U8, global_scale: float, seconds: Sequence
         values = device_values * 16
     else:
         largest = max(seconds)
-        factor = largest * 2.0**scale_bytes.NVFP4_GLOBAL_EXPONENT / global_scale
-        if math.frexp(factor)[0] != 0.5:
+        if not _fits(largest, global_scale):
             return None
+        factor = largest * 2.0**scale_bytes.NVFP4_GLOBAL_EXPONENT / global_scale
         values = device_values / (128 * factor) * (largest / seconds[part])
     ladder = e4m3.VALUES[:0x7F]  # ascending
     at = np.clip(np.searchsorted(ladder, values), 0, 0x7E)
