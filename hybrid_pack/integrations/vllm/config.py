@@ -97,22 +97,26 @@ class HybridPackConfig(QuantizationConfig):
 
         How a pack's base is stored decides what is compiled, and vLLM's key for what it has compiled knows of a model
         only its name and config.json; so the headers' digest, or the commits of a Hub id, become part of the latter.
+        Of a config that is a dataclass, as transformers 5 has them, 0.22.1 puts its fields alone into the key, so it is
+        in one that nobody reads too.
         """
         spawn_if_needed(logger)
         self.model = model_name
-        require_served(getattr(kwargs.get("hf_config"), "model_type", None), model_name)
+        hf_config = kwargs.get("hf_config")
+        require_served(getattr(hf_config, "model_type", None), model_name)
         if Path(model_name).is_dir():
+            from hybrid_pack.integrations.vllm.base import BaseTensors
             from hybrid_pack.runtime.pack import open_pack
 
             bias = open_pack(model_name).manifest.report.options.mx_bias
-            if (hf_config := kwargs.get("hf_config")) is not None:
-                from hybrid_pack.integrations.vllm.base import BaseTensors
-
-                hf_config.hybrid_pack_base = BaseTensors.read(Path(model_name), bias).digest()
-        elif (hf_config := kwargs.get("hf_config")) is not None:
+            base = None if hf_config is None else BaseTensors.read(Path(model_name), bias).digest()
+        else:
             from hybrid_pack.integrations.vllm.folder import commits
 
-            hf_config.hybrid_pack_base = commits(model_name)
+            base = None if hf_config is None else commits(model_name)
+        if hf_config is not None:
+            hf_config.hybrid_pack_base = base
+            hf_config.transformers_version = f"hybrid_pack base {base}"
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Follow a model's renaming of modules."""
