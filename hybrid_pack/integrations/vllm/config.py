@@ -109,7 +109,7 @@ class HybridPackConfig(QuantizationConfig):
             from hybrid_pack.runtime.pack import open_pack
 
             bias = open_pack(model_name).manifest.report.options.mx_bias
-            base = None if hf_config is None else BaseTensors.read(Path(model_name), bias).digest()
+            base: object = None if hf_config is None else BaseTensors.read(Path(model_name), bias).digest()
         else:
             from hybrid_pack.integrations.vllm.folder import commits
 
