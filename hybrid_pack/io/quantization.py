@@ -158,13 +158,24 @@ def open_quantization(source: Checkpoint, layers: Iterable[int], options: Quanti
 EXPECTED_DB: Mapping[tuple[str, str], float] = {
     ("nf3", "mse"): 15.8, ("nf3", "absmax"): 14.9,
     ("nvfp4", "mse"): 21.8, ("nvfp4", "absmax"): 20.4,
-    ("mxfp4", "mse"): 19.1, ("mxfp4", "absmax"): 18.9,
+    ("mxfp4", "mse"): 19.1, ("mxfp4", "absmax"): 18.8,
 }  # fmt: skip
-"""SQNR of normally distributed weights, sigma 0.02: ``benchmarks/results/quantise.json``."""
-FROM_FOUR_BIT_DB: Mapping[tuple[str, str], float] = {
-    ("nf3", "nvfp4"): 14.4, ("nf3", "mxfp4"): 14.0, ("mxfp4", "nvfp4"): 16.7,
+"""SQNR of normally distributed weights, sigma 0.02: ``benchmarks/results/quantise.json``. MXFP4 by absmax has 18.6 to
+18.9, by where sigma lies between two powers of two."""
+FROM_COARSE_DB: Mapping[tuple[str, str, str], float | None] = {
+    ("mxfp4", "mxfp8", "mse"): 18.6, ("mxfp4", "mxfp8", "absmax"): 18.6,
+    ("nf3", "mxfp4", "mse"): None, ("nf3", "mxfp4", "absmax"): None, ("mxfp4", "nvfp4", "absmax"): None,
 }  # fmt: skip
-"""Against the normally distributed weights that the four bits were made from."""
+"""The same where it is another from this format, by tier, format and search. None: sigma, and how it was rounded to
+that format, make more than 0.3 of a difference (14.0 to 15.3, 15.6 to 16.3, 17.8 to 19.2)."""
+ORIGINAL_DB: Mapping[tuple[str, str, str], float] = {
+    ("nf3", "nvfp4", "mse"): 14.4, ("nf3", "nvfp4", "absmax"): 13.8,
+    ("nf3", "mxfp4", "mse"): 14.0, ("nf3", "mxfp4", "absmax"): 13.4,
+    ("mxfp4", "nvfp4", "mse"): 16.8, ("mxfp4", "nvfp4", "absmax"): 16.7,
+}  # fmt: skip
+"""Against the normally distributed weights that four bits were made from, by tier, format and search. Within 0.3 over
+two octaves of sigma, where they were made by absmax: NVFP4 with the largest weight over 2688; MXFP4 rounded down, up or
+to nearest."""
 
 
 def statistics_notes(quantization: Quantization) -> list[str]:
@@ -174,7 +185,7 @@ def statistics_notes(quantization: Quantization) -> list[str]:
 
 def expectations(source: Checkpoint, layers: Iterable[int], quantization: Quantization) -> list[str]:
     """What will be quantised, from what, and what error that should mean; said before the work starts."""
-    found: dict[tuple[str, str], Counter[str]] = {}
+    found: dict[tuple[str, str, bool], Counter[str]] = {}
     for index in layers:
         layer = source.layers[index]
         for tier, ids in (("nf3", layer.tail), (str(layer.kept_format), layer.kept)):
@@ -182,8 +193,19 @@ def expectations(source: Checkpoint, layers: Iterable[int], quantization: Quanti
                 names: set[str] = {m.format.name for m in layer.experts[expert].matrices}
                 if names != {tier}:
                     worst = next((name for name in ("mxfp4", "nvfp4") if name in names - {tier}), "")
-                    found.setdefault((tier, worst), Counter())["+".join(sorted(names)).upper()] += 1
-    return [_expectation(*key, counts, quantization) for key, counts in sorted(found.items())]
+                    counts = found.setdefault((tier, worst, tier in names), Counter())
+                    counts["+".join(sorted(names)).upper()] += 1
+    return [_expectation(*key[:2], counts, quantization) for key, counts in sorted(found.items())]
+
+
+def _against_source(tier: str, names: Iterable[str], search: str) -> float | None:
+    """SQNR to expect of experts in these formats; None where it is not known well enough.
+
+    Matrices that are moved have no error, and no figure is for experts of which they are a part.
+    """
+    usual = EXPECTED_DB.get((tier, search))
+    expected = {None if name == tier else FROM_COARSE_DB.get((tier, name, search), usual) for name in names}
+    return expected.pop() if len(expected) == 1 else None
 
 
 def _expectation(tier: str, four_bit: str, counts: Counter[str], quantization: Quantization) -> str:
@@ -198,12 +220,16 @@ def _expectation(tier: str, four_bit: str, counts: Counter[str], quantization: Q
     text = f"{subject} {tier.upper()} from {kinds}"
     if (tier, four_bit) == ("nvfp4", "mxfp4"):
         return f"{text}: exactly where their scales allow, else quantised ({method})"
-    expected = EXPECTED_DB.get((tier, quantization.search)) if method != "GPTQ" else None
+    search = "" if method == "GPTQ" else quantization.search  # GPTQ's error depends on the Hessians
+    names = {name for kind in counts for name in kind.lower().split("+")}
+    expected = _against_source(tier, names, search)
     text += f" ({method})" + ("" if expected is None else f": about {expected} dB")
-    original = FROM_FOUR_BIT_DB.get((tier, four_bit))
-    if original is None:
+    if not four_bit:
         return text
-    return (
-        f"{text}{',' if expected else ':'} but about {original} against the weights the {four_bit.upper()} was made "
-        "from: convert the original checkpoint if you have it"
-    )
+    origin = f"the weights the {four_bit.upper()} was made from"
+    advice = "convert the original checkpoint if you have it"
+    original = ORIGINAL_DB.get((tier, four_bit, search)) if names == {four_bit} else None
+    if original is None:
+        return f"{text}, with more error against {origin}: {advice}"
+    against = f", but about {original}" if expected is not None else f": about {original} dB"
+    return f"{text}{against} against {origin}: {advice}"
