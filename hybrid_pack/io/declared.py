@@ -14,13 +14,17 @@ TIERS = ("kept", "tail")
 BAD_DB = 10.0
 """SQNR of an expert that nobody would want: NF3 of usual weights has 15, the worst seen in trained ones 13."""
 
+LEAST_PERCENT = 0.01
+"""The smallest share that is given in digits."""
+
 NAMED = 4
 """Places that a line names before it counts the rest."""
 TOO_GOOD = 0.03
 """GPTQ's error over that of rounding to nearest that no inputs of a model gave: trained ones 0.31, autoregressive ones
 of 0.99 0.038; Hessians of a sixteenth as many tokens as channels, which have that rank, gave 0.022."""
+_TOO_LARGE = "saturated (weights too large for the largest scale)"
 _ENDS = (
-    ("scales_saturated", "saturated (weights too large for the largest scale)"),
+    ("scales_saturated", _TOO_LARGE),
     ("scales_subnormal", "subnormal (weights so small that a scale has few bits or one)"),
     ("groups_zero_scale", "zero (weights all zero, or too small for the smallest scale)"),
 )
@@ -47,8 +51,11 @@ def worst_of_tiers(report: Report, count: int = 3) -> list[tuple[float, int, int
     return [entry for tier in TIERS for entry in worst_experts(report, count, (tier,))]
 
 
-def _percent(part: int, whole: int) -> str:
+def percent(part: int, whole: int) -> str:
+    """Two digits; a handful among millions is less than a number of percents can say."""
     share = 100 * part / whole
+    if share < LEAST_PERCENT:
+        return f"below {LEAST_PERCENT} %"
     return f"{share:.0f} %" if share >= 10 else f"{share:.2g} %"
 
 
@@ -92,7 +99,7 @@ def quantized_lines(report: Report) -> list[str]:
         for sqnr, layer, expert, _ in worst_experts(report, 1, (tier,)):
             text += f"; worst expert {sqnr:.2f} dB, layer {layer} expert {expert}"
         shares = [(zero, "zero"), (subnormal, "subnormal"), (saturated, "saturated")]
-        told = [f"{_percent(number, groups)} {what}" for number, what in shares if number]
+        told = [f"{percent(number, groups)} {what}" for number, what in shares if number]
         lines.append(text + (f"; scales: {', '.join(told)}" if told else ""))
         ratios = [entry.gptq_to_rtn for entry in entries if entry.gptq_to_rtn is not None]
         if ratios:
@@ -128,7 +135,7 @@ def _layers(numbers: Sequence[int]) -> str:
 
 
 def _lost(entries: Sequence[QuantizedTier]) -> list[str]:
-    """A warning that names the experts of a tier whose weights are mostly lost, and why as far as scales tell."""
+    """A warning that names the experts of a tier that are far from the source's, and why as far as scales tell."""
     bad = sorted(
         (sqnr, entry.layer, expert)
         for entry in entries
@@ -138,28 +145,41 @@ def _lost(entries: Sequence[QuantizedTier]) -> list[str]:
     if not bad:
         return []
     named = first_of([f"layer {layer} expert {expert} ({sqnr:.2f})" for sqnr, layer, expert in bad])
-    whose = "its weights are mostly" if len(bad) == 1 else "their weights are mostly"
     return [
-        f"WARNING: {_count(len(bad), f'{entries[0].tier} expert')} below {BAD_DB:g} dB, {whose} lost: {named}; "
+        f"WARNING: {_count(len(bad), f'{entries[0].tier} expert')} below {BAD_DB:g} dB, far from the source's "
+        f"weights: {named}; "
         f"{_reason(entries, {layer for _, layer, _ in bad}, len(bad))}"
     ]
 
 
 def _reason(entries: Sequence[QuantizedTier], layers: Collection[int], bad: int) -> str:
-    """Why the experts below ``BAD_DB`` of these layers are: counts are of a layer's tier, not of an expert."""
+    """Why the experts below ``BAD_DB`` of these layers are: counts are of a layer's tier, not of an expert.
+
+    A few groups of small weights are no reason, but a single one of weights that are too large can be.
+    """
     theirs = [entry for entry in entries if entry.layer in layers]
-    groups = sum(entry.groups for entry in theirs)
+    tier, groups = theirs[0].tier, sum(entry.groups for entry in theirs)
     least = 0.01 * groups * bad / sum(len(entry.experts) for entry in theirs)  # of the experts' own groups
-    found = [
-        f"{_percent(number, groups)} {what}"
-        for key, what in _ENDS
-        if (number := sum(getattr(entry, key) for entry in theirs)) and number >= least
-    ]
-    if found:
-        return f"of the {theirs[0].tier} scales of {_layers(sorted(layers))} are {', '.join(found)}"
-    if any(entry.gptq_to_rtn is not None for entry in theirs):
-        return "scales are within range; GPTQ minimises the error on the Hessians, which may be of too few tokens"
-    return "scales are within range: the weights of a group differ too much in size for the format"
+    counts = {what: number for key, what in _ENDS if (number := sum(getattr(entry, key) for entry in theirs))}
+    many = [f"{percent(number, groups)} {what}" for what, number in counts.items() if number >= least]
+    subject = f"of the {tier} scales of {_layers(sorted(layers))} are"
+    saturated = counts.get(_TOO_LARGE, 0)
+    if many and not 0 < saturated < least:
+        return f"{subject} {', '.join(many)}"
+    if saturated:
+        single = f"{percent(saturated, groups)} {_TOO_LARGE}, and one such group can be all of the error"
+        return f"{subject} {', '.join((*many, single))}" + ("" if many else f"; or else {_other_reason(theirs)}")
+    if tier == "kept":  # MXFP4's scales are not counted, nor are NVFP4's that were lifted
+        return f"counts of scales do not tell why: {_other_reason(theirs)}"
+    return f"{'nearly all ' if counts else ''}scales are within range: {_other_reason(theirs)}"
+
+
+def _other_reason(entries: Sequence[QuantizedTier]) -> str:
+    """Why experts may be far from the source's that no count of scales explains."""
+    if any(entry.gptq_to_rtn is not None for entry in entries):
+        return "GPTQ minimises the error on the Hessians, which may be of too few tokens"
+    apart = "the weights of a group differ too much in size for the format"
+    return f"{apart}, or are too small for its smallest scale" if entries[0].tier == "kept" else apart
 
 
 def differences(report: Report) -> tuple[str, ...]:

@@ -31,13 +31,13 @@ def test_the_first_of_the_lost_are_named_worst_first() -> None:
     (line,) = warnings(made)
     named = [f"layer {i} expert {tail(made, i)['experts'][n]} ({db:.2f})" for i, n, db in bad[1:5]]
     assert line.startswith(
-        f"6 tail experts below 10 dB, their weights are mostly lost: {', '.join(named)} and 2 more; "
+        f"6 tail experts below 10 dB, far from the source's weights: {', '.join(named)} and 2 more; "
     )
     tail(made, 4)["sqnr_db"][1] = 15.0
     for layer, place, _ in (bad[0], *bad[3:]):
         tail(made, layer)["sqnr_db"][place] = 15.0
     (line,) = warnings(made)
-    assert line.startswith(f"1 tail expert below 10 dB, its weights are mostly lost: {named[0]}; ")
+    assert line.startswith(f"1 tail expert below 10 dB, far from the source's weights: {named[0]}; ")
 
 
 @pytest.mark.parametrize(
@@ -54,13 +54,43 @@ def test_the_reason_is_what_their_scales_say(key: str, words: str) -> None:
     entry["sqnr_db"][0] = 2.0
     tail(made, 5)[key] = 999_999
     (line,) = warnings(made)
-    assert line.endswith("; scales are within range: the weights of a group differ too much in size for the format")
+    apart = "the weights of a group differ too much in size for the format"
+    assert line.endswith(f"; nearly all scales are within range: {apart}"), "the handful of others is no reason"
+    entry["groups_zero_scale"] = entry["scales_subnormal"] = 0
+    assert warnings(made)[0].endswith(f"; scales are within range: {apart}")
     entry[key] = entry["groups"] // len(entry["experts"])  # all of one expert
     (line,) = warnings(made)
     share = 100 / len(entry["experts"])
     text = f"{share:.0f}" if share >= 10 else f"{share:.2g}"
     assert f"; of the tail scales of layer 4 are {text} % {words}" in line
-    assert len(re.findall(r" % ", line)) == 1, "the handful of others is no reason"
+    assert len(re.findall(r" % ", line)) == 1
+
+
+@pytest.mark.parametrize("gptq", [False, True])
+def test_one_group_that_is_too_large_can_be_the_reason(gptq: bool) -> None:
+    made = errors(TIERS, 16, exact=0, ratios=dict.fromkeys(TIERS, 0.3) if gptq else None)
+    entry = tail(made, 4)
+    entry["sqnr_db"][0] = 0.02
+    entry["scales_saturated"] = 1
+    (line,) = warnings(made)
+    single = "below 0.01 % saturated (weights too large for the largest scale), and one such group can be all"
+    other = "GPTQ minimises the error" if gptq else "the weights of a group differ too much in size for the format"
+    assert f"; of the tail scales of layer 4 are {single} of the error; or else {other}" in line
+    assert "within range" not in line
+    entry["groups_zero_scale"] = entry["groups"]
+    (line,) = warnings(made)
+    assert "layer 4 are 100 % zero (weights all zero, or too small for the smallest scale), below 0.01 % sat" in line
+    assert "or else" not in line
+
+
+def test_of_kept_experts_not_every_scale_is_counted() -> None:
+    """MXFP4's are not, nor are those of NVFP4 that would be subnormal."""
+    made = errors(TIERS, 16, exact=0)
+    entry = next(entry for entry in made if entry["tier"] == "kept")
+    entry["sqnr_db"][0] = 2.0
+    (line,) = warnings(made)
+    assert line.endswith("differ too much in size for the format, or are too small for its smallest scale")
+    assert "within range" not in line
 
 
 def test_hessians_that_look_like_a_triumph() -> None:
