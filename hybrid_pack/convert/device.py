@@ -7,9 +7,16 @@ from numpy.typing import NDArray
 
 from hybrid_pack.errors import EnvironmentFailure
 from hybrid_pack.formats.decode import F32
-from hybrid_pack.formats.source import NF3, NVFP4, SourceFormat
+from hybrid_pack.formats.source import MXFP4, NF3, NVFP4, SourceFormat
 from hybrid_pack.io.quantization import Quantization
-from hybrid_pack.quantize import QuantStats, lift_subnormal, quantize_mxfp4, quantize_nf3, quantize_nvfp4
+from hybrid_pack.quantize import (
+    QuantStats,
+    count_small,
+    lift_subnormal,
+    quantize_mxfp4,
+    quantize_nf3,
+    quantize_nvfp4,
+)
 
 Buffer = NDArray[np.uint8]
 
@@ -68,6 +75,8 @@ class Quantizer:
             stats = quantize_mxfp4(weights, self._search, channels, codes, scales)
         if target is NVFP4:
             lift_subnormal(weights, second, channels, codes, scales, stats)
+        if target is not MXFP4:  # its scales reach down to the smallest float32
+            count_small(weights, scales, stats)
         return stats
 
     def _on_cuda(

@@ -15,7 +15,7 @@ from hybrid_pack.formats.decode import F32
 from hybrid_pack.formats.nf3 import GROUP
 from hybrid_pack.io.calibration import Statistics
 from hybrid_pack.io.shards import Located
-from hybrid_pack.quantize import QuantStats
+from hybrid_pack.quantize import QuantStats, count_small
 
 if TYPE_CHECKING:
     from hybrid_pack.quantize.gptq_hessian import PreparedHessian
@@ -83,6 +83,7 @@ class HessianAtHand:
         values = np.nan_to_num(e4m3.VALUES)[scales]
         stats = QuantStats(groups=scales.size, saturated=result.saturated)
         stats.subnormal = int(((values > 0) & (values < SMALLEST_NORMAL)).sum())
+        count_small(weights, scales, stats)
         book = np.asarray(levels)
         for row, value, code in zip(weights, values, result.codes.cpu().numpy(), strict=True):
             exact = row.astype(np.float64)

@@ -188,6 +188,11 @@ def quantized_record(encoding: Encoding, packed: PackedRank) -> Record:
             for role, part in zip(encoding.roles, encoding.parts, strict=True)
             if part.stats is not None and not part.lost
         },
+        "small": {
+            role: [part.stats.small, part.stats.groups, part.stats.small_signal, part.stats.small_error]
+            for role, part in zip(encoding.roles, encoding.parts, strict=True)
+            if part.stats is not None and not part.lost and part.stats.small
+        },
         "on_hessians": [encoding.on_hessians.gptq, encoding.on_hessians.rtn],
         "groups": stats.groups,
         "subnormal": stats.subnormal,

@@ -12,6 +12,7 @@ from hybrid_pack.quantize.rows import (
     quantize_nvfp4,
 )
 from hybrid_pack.quantize.second import best_second_scale, nvfp4_second_scale
+from hybrid_pack.quantize.small import count_small
 from hybrid_pack.quantize.stats import QuantStats
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "QuantStats",
     "Search",
     "best_second_scale",
+    "count_small",
     "lift_subnormal",
     "mxfp4_to_nvfp4",
     "nvfp4_second_scale",

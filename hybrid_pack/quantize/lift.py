@@ -77,3 +77,7 @@ def lift_subnormal(
     stats.weighted_error += float((weight * new**2).sum() - (weight * old**2).sum())
     stats.subnormal -= rows.size
     stats.zero += int((chosen == 0).sum())
+    there = chosen > 0  # the others count as all groups that became zero do
+    stats.small += int(there.sum())
+    stats.small_signal += float((exact[there] ** 2).sum())
+    stats.small_error += float((new[there] ** 2).sum())

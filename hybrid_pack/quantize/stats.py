@@ -21,6 +21,10 @@ class QuantStats:
             former alone.
         subnormal: Groups with an E4M3 scale below 2^-6.
         saturated: Groups that would have taken a scale above the largest legal one.
+        small: Groups that want a smaller scale than can be had: zero though their weights are not, or lifted
+            (``small``, ``lift``; the quantisers leave it at 0).
+        small_signal: Sum of w^2 over these.
+        small_error: Sum of (w - q)^2 over these.
     """
 
     signal: float = 0.0
@@ -30,6 +34,9 @@ class QuantStats:
     zero: int = 0
     subnormal: int = 0
     saturated: int = 0
+    small: int = 0
+    small_signal: float = 0.0
+    small_error: float = 0.0
 
     def add(self, other: QuantStats) -> None:
         """Take in what another part cost."""
@@ -40,6 +47,9 @@ class QuantStats:
         self.zero += other.zero
         self.subnormal += other.subnormal
         self.saturated += other.saturated
+        self.small += other.small
+        self.small_signal += other.small_signal
+        self.small_error += other.small_error
 
     @property
     def sqnr_db(self) -> float:

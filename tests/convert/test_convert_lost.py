@@ -18,6 +18,7 @@ from hybrid_pack.plan import make_plan
 from hybrid_pack.schemas.manifest import Report
 from hybrid_pack.sharding import Topology
 from hybrid_pack.synthetic import Spec, write_checkpoint
+from hybrid_pack.verify import verify_pack
 from tests.checkpoints import Stored, edit_tensors, write_file
 from tests.convert.test_convert_sources import BASE, differences
 
@@ -115,6 +116,72 @@ def test_a_matrix_of_which_little_is_left(tmp_path: Path) -> None:
         own = 10 * np.log10((weights[up] ** 2).sum() / (error[up] ** 2).sum())
         assert (own < 10) == (expert == 1)
         assert expert != 1 or own == pytest.approx(float(found[1]), abs=0.006)
+
+
+def set_outlier(root: Path, expert: int, role: str, sigma: float, largest: float, width: int = 1) -> np.ndarray:
+    """One weight or some that are that large among usual ones; f64 [128, 128], as they are stored."""
+    values = np.random.default_rng(expert).normal(0, sigma, (128, 128)).astype("<f4")
+    values[3, 32 : 32 + width] = largest
+    stored = values.view("<u4") >> 16
+    with edit_tensors(root) as tensors:
+        tensors[f"{PREFIX}.{expert}.{role}_proj.weight"].data = stored.astype("<u2").tobytes()
+    return (stored << 16).astype("<u4").view("<f4").astype(np.float64)
+
+
+LITTLE = "WARNING: little is left of the small weights of 1 matrix, which want scales below the least there is"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("largest", [1e3, 1e4, 5e5])
+def test_small_weights_beside_one_that_is_thousands_of_times_larger(largest: float, tp: int, tmp_path: Path) -> None:
+    root = tmp_path / "source"
+    write_checkpoint(root, KEPT)
+    exact = set_outlier(root, 2, "down", 0.02, largest)
+    source = open_checkpoint(root, kept_format="nvfp4")
+    manifest = convert(make_plan(source, Topology(tp)), tmp_path / "out").manifest
+    [(weights, error)] = [
+        (weights[-128 * 128 :].reshape(128, 128), error[-128 * 128 :].reshape(128, 128))
+        for _, expert, _, weights, error in differences(tmp_path / "out", source, manifest)
+        if expert == 2
+    ]
+    assert np.array_equal(weights, exact)
+    blocks = (np.abs(weights).reshape(128, -1, 16).max(axis=2) < 1).repeat(16, axis=1)
+    left = 10 * np.log10((weights[blocks] ** 2).sum() / (error[blocks] ** 2).sum())
+    lines = warnings_of(manifest.report)
+    assert len(lines) == (left < 10) == (largest > 1e3)
+    for line in lines:
+        found = re.search(r": layer 1 expert 2 down \((.*) % of its groups, at (.*) dB\); --kept-format mxfp4", line)
+        assert line.startswith(LITTLE) and found
+        assert float(found[1]) > 90 and float(found[2]) == pytest.approx(left, abs=0.3)
+    held = convert(make_plan(open_checkpoint(root, kept_format="mxfp4"), Topology(tp)), tmp_path / "mx").manifest
+    assert not warnings_of(held.report), "nor is it lost there"
+    report = verify_pack(tmp_path / "out", source=root)
+    assert report.ok, report.findings
+
+
+@pytest.mark.parametrize("gptq", [False, True], ids=["mse", "gptq"])
+def test_so_in_the_tail(gptq: bool, tmp_path: Path) -> None:
+    root = tmp_path / "source"
+    write_checkpoint(root, BF16)
+    set_outlier(root, 2, "down", 1e-5, 1.0, 32)  # all of a group, which is itself no trouble
+    options = QuantizeOptions(hessians=write_hessians(tmp_path / "hessians")) if gptq else None
+    [line] = warnings_of(report_of(root, tmp_path / "out", options=options))
+    assert line.startswith(LITTLE) and line.endswith(": layer 1 expert 2 down (100 % of its groups, at 0.00 dB)")
+
+
+@pytest.mark.parametrize("rows", [8, 32])
+def test_rows_that_are_nearly_zero(rows: int, tmp_path: Path) -> None:
+    """A few are what dead channels leave."""
+    root = tmp_path / "source"
+    write_checkpoint(root, KEPT)
+    values = np.random.default_rng(1).normal(0, 0.02, (128, 128)).astype("<f4")
+    values[:rows] *= 1e-9
+    with edit_tensors(root) as tensors:
+        tensors[f"{PREFIX}.1.down_proj.weight"].data = (values.view("<u4") >> 16).astype("<u2").tobytes()
+    lines = warnings_of(report_of(root, tmp_path / "out"))
+    assert [line.partition(": layer ")[2].partition(";")[0] for line in lines] == (
+        ["1 expert 1 down (25 % of its groups, at 0.00 dB)"] if rows == 32 else []
+    )
 
 
 @pytest.mark.parametrize("roles", [(), ("gate", "up", "down")], ids=["usual", "an expert that is bad as a whole"])

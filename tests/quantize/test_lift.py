@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_pack.quantize import QuantStats, lift_subnormal, nvfp4_second_scale, quantize_nvfp4
+from hybrid_pack.quantize import QuantStats, count_small, lift_subnormal, nvfp4_second_scale, quantize_nvfp4
 from tests.reference.floats import E4M3
 from tests.reference.source import dequantize
 
@@ -74,7 +74,28 @@ def test_best_of_what_the_device_holds(weighted: bool, seed: int) -> None:
     assert stats.error == pytest.approx(((weights - decoded) ** 2).sum(), rel=1e-6)
     assert stats.weighted_error == pytest.approx(found.sum(), rel=1e-6)
     assert (stats.subnormal, stats.zero) == (0, int((scales == 0).sum()))
+    plain = np.empty_like(codes), np.empty_like(scales)
+    quantize_nvfp4(weights, second, "mse" if importance is None else "weighted", importance, *plain)
+    there = ((plain[1] > 0) & (plain[1] < 8) & (scales > 0)).reshape(-1)
+    squares, errors = ((x**2).reshape(-1, 16).sum(axis=1) for x in (weights.astype(np.float64), weights - decoded))
+    assert stats.small == there.sum()
+    assert stats.small_signal == pytest.approx(squares[there].sum(), rel=1e-9)
+    assert stats.small_error == pytest.approx(errors[there].sum(), rel=1e-9)
     assert not (((codes & 15) == 8) | (codes >> 4 == 8)).any(), "no -0"
+
+
+def test_groups_that_became_zero_are_counted_unless_they_were() -> None:
+    weights = spread(3)
+    weights[5] = 0
+    _, scales, _, stats = lifted(weights, None)
+    before = stats.small, stats.small_signal, stats.small_error
+    count_small(weights, scales, stats)
+    lost = [g for row, byte in zip(weights, scales, strict=True) for g, b in zip(row.reshape(-1, 16), byte, strict=True)
+            if b == 0 and g.any()]  # fmt: skip
+    assert 0 < len(lost) < (scales == 0).sum()
+    squares = sum(float(x) ** 2 for group in lost for x in group)
+    after = stats.small, stats.small_signal, stats.small_error
+    assert np.subtract(after, before) == pytest.approx([len(lost), squares, squares], rel=1e-9, abs=1e-15)
 
 
 def test_what_needs_no_lift_is_left_alone() -> None:
