@@ -75,7 +75,7 @@ class Quantizer:
             stats = quantize_mxfp4(weights, self._search, channels, codes, scales)
         if target is NVFP4:
             lift_subnormal(weights, second, channels, codes, scales, stats)
-        if target is not MXFP4:  # its scales reach down to the smallest float32
+        if target is not MXFP4:  # its scales reach down to where float32 ends
             count_small(weights, scales, stats)
         return stats
 
