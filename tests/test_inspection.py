@@ -157,7 +157,7 @@ def test_what_the_report_of_a_pack_says(small_checkpoint: Path, tmp_path: Path) 
     view = inspect_path(pack)
     assert view.pack is not None and view.notes == ("an oddity",)
     text = inspection_text(view)
-    assert "by the report: 3 NVFP4 blocks too small for the kernel's scale byte, flushed to zero\n" in text
+    assert "by the report: 3 kept blocks too small for the kernel beside the largest of the matrix, flushed" in text
     assert text.count("an oddity") == 1 and "by the report: an oddity" in text
 
 

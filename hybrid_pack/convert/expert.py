@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_pack.convert.encode import Encoding, Part
-from hybrid_pack.convert.moved import all_flushed, moved_error
+from hybrid_pack.convert.moved import all_flushed, moved_error, weighty
 from hybrid_pack.convert.scales import Counts, MatrixScales, ScaleStats, check_scales, choose
 from hybrid_pack.io.checkpoint import Expert
 from hybrid_pack.io.output import aligned_buffer
@@ -113,12 +113,27 @@ class ExpertPacker:
             }
             for ours in counts
         ]
-        lost = self._lost(expert, counts, chosen)
+        used = [self._weighty(groups, *ours) for ours in zip(slices, counts, chosen, strict=True)]
+        lost = self._lost(expert, used, chosen)
         error = self._moved_error(groups, slices, counts, chosen) if expert.stats is not None else 0.0
         for tp_rank in range(self._tp):
+            for name, matrix in chosen[tp_rank].items():
+                for own, count, table in zip(matrix.stats, used[tp_rank][name], matrix.tables, strict=True):
+                    own.flushed = int(count[table.flushed].sum())
             padding = self._padding_groups(expert, tp_rank)
             packed = self._pack_rank(groups, slices[tp_rank], chosen[tp_rank], padding)
             yield PackedRank(*packed, error, lost)
+
+    @staticmethod
+    def _weighty(groups: Groups, slices: Slices, counts: RankCounts, chosen: Chosen) -> RankCounts:
+        """Of one rank, how often scale bytes occur; see ``weighty``."""
+        return {
+            name: [
+                weighty(part, *rows, count, table)
+                for part, rows, count, table in zip(parts, slices[name], counts[name], chosen[name].tables, strict=True)
+            ]
+            for name, parts in groups.items()
+        }
 
     @staticmethod
     def _lost(expert: Encoding, counts: Sequence[RankCounts], chosen: Sequence[Chosen]) -> tuple[str, ...]:

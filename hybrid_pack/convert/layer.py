@@ -36,6 +36,7 @@ class ShardFile:
         self._globals = {t.name: np.zeros(t.shape[0], "<f4") for t in plan.tensors if t.dtype == "F32"}
         self._row_bytes = {t.name: t.row_bytes for t in plan.tensors}
         self._stats: dict[int, ScaleStats] = {}
+        self._flushed = 0
         self._quantized: dict[int, Record] = {}
         self._cast: set[int] = set()
         self._lost: dict[int, list[str]] = {}
@@ -55,6 +56,7 @@ class ShardFile:
         if packed.lost:
             self._lost[expert] = list(packed.lost)
         self._stats[expert] = packed.stats
+        self._flushed += packed.made.flushed
         if encoding.stats is not None:
             self._quantized[expert] = quantized_record(encoding, packed)
 
@@ -87,7 +89,7 @@ class ShardFile:
             "digest": shard_digest(self.plan.header, digests.values()),
             "tensors": dict(digests),
             "zero": total.zero,
-            "flushed": total.flushed,
+            "flushed": total.flushed + self._flushed,
             "saturated": total.saturated,
             "requantized": {str(e): s.worst_error for e, s in sorted(self._stats.items()) if s.worst_error > 0},
             "cast": sorted(self._cast),
@@ -155,7 +157,8 @@ class LayerJob:
         for tp_rank, packed in enumerate(packer.pack(encoding, where)):
             if packed.stats.moved_away and self._on_mismatch == "refuse":
                 raise _too_far_apart(matrices, where, packed.stats.moved_away)
-            if packed.made.flushed or packed.made.saturated:
+            too_small = packed.made.flushed and encoding.w2[0].format.name != "mxfp4"  # its bytes stay: only counted
+            if too_small or packed.made.saturated:
                 raise _out_of_range(matrices, where, packed.made, encoding.w2[0].format.name)
             file = files.get(ep_rank * topology.tensor_parallel + tp_rank)
             if file is not None:

@@ -53,7 +53,7 @@ def lost_notes(plan: Plan, records: Mapping[str, Record]) -> list[str]:
     if lost:
         what = first_of([f"layer {layer} expert {expert} {role}" for layer, expert, _, role in sorted(lost)])
         number = "1 matrix is" if len(lost) == 1 else f"{len(lost):,} matrices are"
-        notes.append(f"WARNING: {number} all zero in the pack and not in the source, below the least scale: {what}")
+        notes.append(f"WARNING: {number} all zero to the kernel and not in the source, below the least scale: {what}")
     if weak:
         what = first_of([f"layer {at[0]} expert {at[1]} {at[3]} ({db:.2f} dB)" for at, db in sorted(weak.items())])
         number = "1 matrix" if len(weak) == 1 else f"{len(weak):,} matrices"

@@ -34,7 +34,7 @@ class ScaleStats:
 
     Attributes:
         zero: Groups whose stored scale is zero.
-        flushed: Groups with a scale too small for the device byte.
+        flushed: Groups with a scale too small for the device byte, or of MXFP4 for the kernel.
         saturated: Groups with a scale too large for the device byte.
         moved_away: Those of the flushed that only moving gate's and up's ratio into them made too small.
         worst_error: Largest relative error of a scale; 0 unless gate and up were requantised.

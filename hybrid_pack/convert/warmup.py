@@ -12,7 +12,7 @@ from hybrid_pack.formats.nf3 import DEFAULT_LEVELS
 from hybrid_pack.layouts.nf3_2p1 import Nf32p1
 from hybrid_pack.layouts.packed_fp4 import PackedFp4
 from hybrid_pack.layouts.rows import Rows
-from hybrid_pack.layouts.scales import BlockScales, count_scale_bytes
+from hybrid_pack.layouts.scales import BlockScales, count_scale_bytes, count_used_scale_bytes
 from hybrid_pack.quantize import quantize_nf3
 
 WORTH_SAYING_SECONDS = 1.0
@@ -21,7 +21,7 @@ WORTH_SAYING_SECONDS = 1.0
 def _kernels() -> list[Any]:
     from hybrid_pack.layouts import pack_kernels as k
 
-    return [k.pack_nf3_2p1, k.pack_fp4, k.pack_scales, k.count_bytes]
+    return [k.pack_nf3_2p1, k.pack_fp4, k.pack_scales, k.count_bytes, k.count_used_bytes]
 
 
 def _compilations(kernel: Any) -> int:
@@ -47,6 +47,7 @@ def compile_kernels(*, quantize: bool = False) -> Iterator[str]:
     scales = Rows.of(np.zeros((n, k // 32), np.uint8))
     BlockScales(32).pack_rows(scales, n, k, 0, np.zeros(256, np.uint8), np.empty(n * k // 32, np.uint8))
     count_scale_bytes(scales)
+    count_used_scale_bytes(Rows.of(np.zeros((n, k // 2), np.uint8)), scales)
     if quantize:
         codes, groups = np.empty((1, 12), np.uint8), np.empty((1, 1), np.uint8)
         quantize_nf3(np.zeros((1, 32), np.float32), DEFAULT_LEVELS, "mse", None, codes, groups)

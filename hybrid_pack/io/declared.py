@@ -196,7 +196,8 @@ def differences(report: Report) -> tuple[str, ...]:
         lines.append(f"{_count(report.experts_cast, 'expert')} of MXFP4 are NVFP4 now, with the same values")
     if report.blocks_flushed:
         lines.append(
-            f"{_count(report.blocks_flushed, 'NVFP4 block')} too small for the kernel's scale byte, flushed to zero"
+            f"{_count(report.blocks_flushed, 'kept block')} too small for the kernel beside the largest of the "
+            "matrix, flushed to zero"
         )
     if report.scales_saturated:
         lines.append(f"{_count(report.scales_saturated, 'MXFP4 scale')} above the kernel's largest, saturated")

@@ -220,3 +220,15 @@ def count_bytes(src, start, stride, rows, width, counts):  # type: ignore[no-unt
             c0[scales[i]] += 1
     for i in range(256):
         counts[i] += c0[i] + c1[i] + c2[i] + c3[i]
+
+
+@kernel
+def count_used_bytes(codes, code_start, code_stride, src, start, stride, rows, groups, width, counts):  # type: ignore[no-untyped-def]
+    """As ``count_bytes`` of E2M1 groups' scales, without groups of ``width`` bytes of codes that are all zero."""
+    for row in range(rows):
+        begin = code_start + row * code_stride
+        for g in range(groups):
+            for i in range(begin + g * width, begin + (g + 1) * width):
+                if codes[i] & 0x77:
+                    counts[src[start + row * stride + g]] += 1
+                    break

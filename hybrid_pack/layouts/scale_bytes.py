@@ -33,6 +33,9 @@ MXFP4_TARGET_BYTE = 200
 MXFP4_MAX_SHIFT = 126
 MXFP4_MAX_BYTE = 247
 """Largest E8M0 byte the kernel takes; b12x saturates at it."""
+MXFP4_LEAST_BYTE = 121
+"""Smallest E8M0 byte whose operands are all normal in BF16. The kernel multiplies ``e2m1(code) * 2^-126`` by
+``2^(byte - 120)`` before anything is summed: 0.5 at byte 121 is 2^-126, and what is below may be flushed to zero."""
 
 NVFP4_BYTES = (0x80, 0xF6)
 """Smallest and largest device byte of an NVFP4 block that is not zero."""
@@ -56,7 +59,8 @@ class ScaleTable:
 
     Attributes:
         device: u8 [256], the device byte.
-        flushed: bool [256], stored values that are not zero but become zero.
+        flushed: bool [256], stored values that are not zero but become zero: in the device byte, or of MXFP4, whose
+            bytes stay what they are, in the kernel.
         saturated: bool [256], stored values above the largest device value.
         error: f64 [256], relative error of the stored byte's value in the device byte; 0 where exact.
     """
@@ -128,11 +132,15 @@ def mxfp4_shift(largest_byte: int) -> int:
 
 
 def mxfp4_table(shift: int) -> ScaleTable:
-    """Table of E8M0 bytes plus a shift, saturated at 247 as in b12x; byte 255 is the caller's to refuse."""
+    """Table of E8M0 bytes plus a shift, saturated at 247 as in b12x; byte 255 is the caller's to refuse.
+
+    What is flushed keeps its byte: whether anything is lost depends on the group's codes.
+    """
     shifted = np.arange(256) + shift
     saturated = shifted > MXFP4_MAX_BYTE
     error = np.where(saturated, 1 - np.ldexp(1.0, np.minimum(MXFP4_MAX_BYTE - shifted, 0)), 0.0)
-    return ScaleTable(np.minimum(shifted, MXFP4_MAX_BYTE).astype(np.uint8), np.zeros(256, np.bool_), saturated, error)
+    device = np.minimum(shifted, MXFP4_MAX_BYTE).astype(np.uint8)
+    return ScaleTable(device, device < MXFP4_LEAST_BYTE, saturated, error)
 
 
 def mxfp4_global_scale(shift: int) -> float:

@@ -85,3 +85,20 @@ def count_scale_bytes(rows: Rows) -> NDArray[np.int64]:
     counts = np.zeros(256, np.int64)
     count_bytes(rows.buffer, rows.start, rows.stride, rows.count, rows.width, counts)
     return counts
+
+
+def count_used_scale_bytes(codes: Rows, scales: Rows) -> NDArray[np.int64]:
+    """i64 [256]: how often each stored byte occurs in rows of scales, of groups with an E2M1 code that is not zero.
+
+    Args:
+        codes: Two a byte, as many rows.
+        scales: Of groups of an even number of codes.
+    """
+    from hybrid_pack.layouts.pack_kernels import count_used_bytes
+
+    counts = np.zeros(256, np.int64)
+    count_used_bytes(
+        codes.buffer, codes.start, codes.stride, scales.buffer, scales.start, scales.stride, scales.count,
+        scales.width, codes.width // scales.width, counts,
+    )  # fmt: skip
+    return counts

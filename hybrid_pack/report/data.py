@@ -311,7 +311,7 @@ def make_view(manifest: Manifest, here: Collection[str]) -> PackView:
         experts_cast=report.experts_cast,
         counts=(
             ("groups with scale zero, kept exactly zero", report.groups_zero_scale),
-            ("NVFP4 blocks too small for the kernel's scale byte, flushed to zero", report.blocks_flushed),
+            ("kept blocks too small for the kernel beside the largest of the matrix", report.blocks_flushed),
             ("MXFP4 scales above the kernel's largest, saturated", report.scales_saturated),
         ),
         options=_options(manifest),

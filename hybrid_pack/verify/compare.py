@@ -32,7 +32,7 @@ from hybrid_pack.verify.quantised import (
     used_groups,
 )
 from hybrid_pack.verify.report import Recorder
-from hybrid_pack.verify.scale_rules import expected_global_scale, nvfp4_values, scale_rule
+from hybrid_pack.verify.scale_rules import MXFP4_FLUSH_BELOW, expected_global_scale, nvfp4_values, scale_rule
 from hybrid_pack.verify.stored import F32, Share, StoredExpert
 
 EXPERTS = "experts against the source"
@@ -432,6 +432,8 @@ class LayerComparison:
                 self._same(one, self._part(one, given, stored), codes, device, 0.0)
                 continue
             assert own is not None and one.method is not None
+            if one.target == "mxfp4":
+                one.counts.flushed += int(((device < MXFP4_FLUSH_BELOW) & used_groups(codes)).sum())
             mine = np.ascontiguousarray(_cut(one.share, one.name == "w13", own, matrix.columns))
             codes = np.ascontiguousarray(codes[: mine.shape[0], : packed.width(codes, mine.shape[1])])
             scales = np.ascontiguousarray(scales[: mine.shape[0], : packed.width(scales, mine.shape[1])])
@@ -464,7 +466,11 @@ class LayerComparison:
         pairs = np.bincount((part.scales.astype(np.uint16) << 8 | device).reshape(-1), minlength=1 << 16)
         pairs = pairs.reshape(256, 256)  # [stored byte, device byte]
         counts.zero += int(pairs[rule.zero].sum())
-        counts.flushed += int(pairs[rule.flushed].sum())
+        if pairs[rule.flushed].any():
+            flushed = rule.flushed[part.scales, device]
+            if part.form.name == "mxfp4":
+                flushed &= used_groups(part.codes)
+            counts.flushed += int(flushed.sum())
         counts.saturated += int(pairs[rule.saturated].sum())
         if not pairs[~rule.right].any():
             return

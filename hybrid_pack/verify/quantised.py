@@ -92,7 +92,8 @@ def moved_error(codes: U8, stored: U8, device: U8, rule: ScaleRule) -> float:
         device: u8 [R, groups], the pack's.
         rule: Of both; a device byte that is wrong is found elsewhere, and not counted here.
     """
-    change = np.where(rule.right[stored, device], rule.device_values[device] - rule.values[stored], 0.0)
+    held = np.where(rule.flushed[stored, device], 0.0, rule.device_values[device])
+    change = np.where(rule.right[stored, device], held - rule.values[stored], 0.0)
     rows, groups = np.nonzero(change)
     here = codes.reshape(*stored.shape, -1)[rows, groups]
     squares = FP4_LEVELS.astype(np.float64) ** 2

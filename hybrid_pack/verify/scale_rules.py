@@ -2,7 +2,7 @@
 
 A scale is right if ``stored scale * second-level scale == value(device byte) * global scale * 2^constant``; both sides
 are exact. What a device byte cannot hold is told apart, to be counted: NVFP4 blocks so small that the kernel wants them
-zero, MXFP4 bytes above the largest one, and rounding where it was asked for.
+zero, MXFP4 bytes so small that it takes them for zero or above the largest one, and rounding where it was asked for.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from hybrid_pack.layouts import scale_bytes
 
 FLUSH_BELOW = 2.0
 """NVFP4 blocks whose value(byte) is below it are zero (b12x 1.1.0: 2^-6, before its factor of 2^7)."""
+
+MXFP4_FLUSH_BELOW = 121
+"""MXFP4 groups with a smaller device byte are zero to the kernel (b12x 1.1.0: its operands are
+``e2m1(code) * 2^(byte - 246)``, the least of them 2^(byte - 247), and BF16 is normal from 2^-126)."""
 
 ROUNDING = 2.0**-4
 """Largest relative error of rounding to three mantissa bits."""
@@ -69,7 +73,8 @@ class ScaleRule:
 
     Attributes:
         right: The same value, or one of the three below.
-        flushed: Zero because the value is too small for the kernel.
+        flushed: Zero because the value is too small for the kernel, or of MXFP4 the same and zero to the kernel if the
+            group is not zero by its codes.
         saturated: The largest because the value is too large for it.
         zero: bool [256], stored bytes that mean zero and are counted as such.
         values: f64 [256], the scale each stored byte means.
@@ -102,7 +107,8 @@ def _mxfp4(global_scale: float) -> ScaleRule:
         saturated = np.zeros((256, 256), np.bool_)
         saturated[:, scale_bytes.MXFP4_MAX_BYTE] = values > device[scale_bytes.MXFP4_MAX_BYTE]
         right = _equal(values, device)
-    return ScaleRule(right | saturated, np.zeros_like(right), saturated, np.zeros(256, np.bool_), values, device)
+        flushed = right & (np.arange(256) < MXFP4_FLUSH_BELOW)
+    return ScaleRule(right | saturated, flushed, saturated, np.zeros(256, np.bool_), values, device)
 
 
 @lru_cache(maxsize=64)

@@ -62,7 +62,7 @@ def test_a_lost_matrix_is_named(gptq: bool, tp: int, tmp_path: Path) -> None:
     options = QuantizeOptions(hessians=write_hessians(tmp_path / "hessians")) if gptq else None
     report = report_of(root, tmp_path / "out", tp, options)
     [line] = warnings_of(report)
-    assert line.startswith("WARNING: 2 matrices are all zero in the pack and not in the source")
+    assert line.startswith("WARNING: 2 matrices are all zero to the kernel and not in the source")
     assert line.endswith(": layer 1 expert 1 down, layer 1 expert 2 up")
     assert line in declared(report), "inspect and verify tell it too"
     [entry] = report.experts_quantized
@@ -90,6 +90,29 @@ def test_a_moved_matrix_that_is_flushed(stored: tuple[str, ...], tmp_path: Path)
     assert report.blocks_flushed
     [line] = warnings_of(report)
     assert line.endswith(": layer 1 expert 0 up")
+
+
+@pytest.mark.parametrize("stored", [("mxfp4",), ("mxfp4", "bf16", "mxfp4")], ids=["all moved", "up quantised"])
+def test_an_mxfp4_matrix_that_the_kernel_flushes(stored: tuple[str, ...], tmp_path: Path) -> None:
+    """Beside a gate whose scales are 2^120 at least; what is zero by its codes is neither lost nor left."""
+    root, out = tmp_path / "source", tmp_path / "out"
+    spec: Spec = replace(BASE, stored=stored, mix_matrices=len(stored) > 1, num_experts=3, kept=3)  # type: ignore[arg-type]
+    write_checkpoint(root, spec)
+    if len(stored) > 1:
+        set_sigma(root, 0, "up", 1e-4)
+    with edit_tensors(root) as tensors:
+        gate = tensors[f"{PREFIX}.0.gate_proj.weight_scale"]
+        gate.data = bytes([247]) * len(gate.data)
+        if len(stored) == 1:
+            up = f"{PREFIX}.0.up_proj.weight"
+            codes, scales = bytearray(tensors[up].data), bytearray([110] * 128 * 4)
+            codes[:16], scales[0] = bytes([0x80] * 16), 247
+            tensors[up].data, tensors[f"{up}_scale"].data = bytes(codes), bytes(scales)
+    manifest = convert(make_plan(open_checkpoint(root, kept_format="mxfp4"), Topology(2)), out).manifest
+    assert manifest.report.blocks_flushed == 128 * 4 - (len(stored) == 1)
+    assert [line.endswith(": layer 1 expert 0 up") for line in warnings_of(manifest.report)] == [True]
+    checked = verify_pack(out, source=root)
+    assert checked.ok, checked.findings
 
 
 def test_many_are_counted(tmp_path: Path) -> None:

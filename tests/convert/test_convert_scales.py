@@ -15,6 +15,7 @@ import pytest
 from hybrid_pack.cli.main import run
 from hybrid_pack.errors import DataError
 from hybrid_pack.synthetic import Spec, bit_map
+from hybrid_pack.verify import verify_pack
 from tests.checkpoints import Stored, edit_tensors
 from tests.convert.conftest import Sources
 from tests.convert.stored import join, manifest, source_experts
@@ -246,7 +247,8 @@ def test_saturated_mxfp4_bytes_are_counted(copy: Copy, tmp_path: Path) -> None:
     pack(root, out)
     report = manifest(out)["report"]
     assert report["scales_saturated"] == 3
-    assert (report["blocks_flushed"], report["experts_requantized"]) == (0, [])
+    assert report["blocks_flushed"] == check_flushed_by_the_kernel(root, 1) > 0
+    assert report["experts_requantized"] == []
     experts = source_experts(root)
     for (layer, expert, role), whole in join(out, 1, 1, experts).items():
         stored = experts[layer][expert][role]
@@ -264,7 +266,65 @@ def test_mxfp4_bytes_are_moved_and_exact(largest: int, copy: Copy, tmp_path: Pat
             stored.data = spread.tobytes()
     pack(root, out, 2)
     assert check_scales(root, out, 2) == 0
-    assert manifest(out)["report"]["scales_saturated"] == 0
+    report = manifest(out)["report"]
+    assert (report["scales_saturated"], report["blocks_flushed"]) == (0, 0)
+
+
+def check_flushed_by_the_kernel(root: Path, tp: int) -> int:
+    """Groups of layer 1's kept MXFP4 experts of which a rank's BF16 operands, level * 2^(byte - 246), are subnormal."""
+    flushed = 0
+    for expert, roles in source_experts(root)[1].items():
+        if BITS[expert] != 4:
+            continue
+        for names in (("gate", "up"), ("down",)):
+            for rank in range(tp):
+                parts = []
+                for name in names:
+                    axis = name == "down"
+                    codes, scales = (np.split(a, tp, axis=axis)[rank] for a in (roles[name].codes, roles[name].scales))
+                    used = (codes.reshape(*scales.shape, 32) % 8 != 0).any(axis=2)
+                    parts.append((used, np.log2(scales).astype(int) + 127))
+                largest = max(int(stored.max()) for _, stored in parts)
+                for used, stored in parts:
+                    device = stored + min(max(200 - largest, 0), 126)
+                    flushed += int((used & (np.ldexp(0.5, device - 246) < 2.0**-126)).sum())
+    return flushed
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("largest", [121, 199, 200, 201, 240, 254])
+def test_mxfp4_groups_that_the_kernel_flushes_are_counted(largest: int, tp: int, copy: Copy, tmp_path: Path) -> None:
+    """Scales so far below one of their matrix that no shift brings both where the kernel holds them."""
+    root, out = copy(MXFP4), tmp_path / "out"
+    with edit_tensors(root) as tensors:
+        for role in ("gate", "up", "down"):
+            stored = tensors[f"{LAYER}.{KEPT}.{role}_proj.weight_scale"]
+            stored.data = np.resize(np.arange(42, 122, dtype=np.uint8), len(stored.data)).tobytes()
+            codes = bytearray(tensors[f"{LAYER}.{KEPT}.{role}_proj.weight"].data)
+            codes[:16], codes[16:32], codes[32:48] = bytes(16), bytes([0x88] * 16), bytes([0] * 15 + [0x10])
+            tensors[f"{LAYER}.{KEPT}.{role}_proj.weight"].data = bytes(codes)
+    set_bytes(root, f"{LAYER}.{KEPT}.up_proj.weight_scale", {9: largest})
+    set_bytes(root, f"{LAYER}.{KEPT}.down_proj.weight_scale", {7: largest})
+    pack(root, out, tp)
+    flushed = manifest(out)["report"]["blocks_flushed"]
+    assert flushed == check_flushed_by_the_kernel(root, tp)
+    assert (flushed > 0) == (largest > 121)
+    report = verify_pack(out, source=root)
+    assert report.ok, report.findings
+
+
+def test_groups_that_are_zero_by_their_codes_are_not_flushed(copy: Copy, tmp_path: Path) -> None:
+    """Converters write scale 2^-127 where all weights are zero."""
+    root, out = copy(MXFP4), tmp_path / "out"
+    with edit_tensors(root) as tensors:
+        codes = bytearray(tensors[f"{LAYER}.{KEPT}.up_proj.weight"].data)
+        codes[64:96] = bytes([0x00, 0x88] * 16)
+        tensors[f"{LAYER}.{KEPT}.up_proj.weight"].data = bytes(codes)
+    set_bytes(root, f"{LAYER}.{KEPT}.up_proj.weight_scale", {4: 0, 5: 1})
+    pack(root, out)
+    assert manifest(out)["report"]["blocks_flushed"] == 0
+    report = verify_pack(out, source=root)
+    assert report.ok, report.findings
 
 
 UNEQUAL = small(second_scale="unequal")

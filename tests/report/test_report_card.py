@@ -214,7 +214,7 @@ def test_one_of_a_kind_is_no_plural() -> None:
     made = found.model_copy(update={"report": found.report.model_copy(update=counted)})
     text = model_card(make_view(made, []), {}, {})
     assert "* 1 group with scale zero" in text
-    assert "* 1 NVFP4 block too small for the kernel's scale byte" in text
+    assert "* 1 kept block too small for the kernel beside the largest of the matrix" in text
     assert "* 2 MXFP4 scales above the kernel's largest" in text
 
 

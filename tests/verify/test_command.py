@@ -65,7 +65,7 @@ def test_the_report_is_shown(pack: Path, verify: Run) -> None:
         editor.document["report"].update(blocks_flushed=3, notes=["an oddity"])
     code, out, _ = verify(pack)
     assert code == 0
-    assert "  by the report: 3 NVFP4 blocks too small for the kernel's scale byte, flushed to zero\n" in out
+    assert "  by the report: 3 kept blocks too small for the kernel beside the largest of the matrix, flushed" in out
     assert "  by the report: an oddity\n" in out
     assert json.loads(verify(pack, "--json")[1])["declared"][-1] == "an oddity"
 

@@ -159,7 +159,7 @@ def test_what_a_pack_declares_is_said(tmp_path: Path) -> None:
         editor.document["report"].update(blocks_flushed=1, scales_saturated=1234, notes=["an oddity"])
     assert verify_pack(pack).declared == (
         requantised,
-        "1 NVFP4 block too small for the kernel's scale byte, flushed to zero",
+        "1 kept block too small for the kernel beside the largest of the matrix, flushed to zero",
         "1,234 MXFP4 scales above the kernel's largest, saturated",
         omitted,
         "an oddity",

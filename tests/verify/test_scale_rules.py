@@ -103,6 +103,7 @@ def test_mxfp4_is_the_byte_plus_the_shift_up_to_the_largest(shift: int) -> None:
         else:
             assert right == ([stored + shift] if stored + shift <= 247 else [247, stored + shift])
     assert rule.saturated[:, 247].nonzero()[0].tolist() == list(range(248 - shift, 255))
+    assert np.argwhere(rule.flushed).tolist() == [[device - shift, device] for device in range(shift, 121)]
     assert not rule.right[255].any()
 
 
