@@ -127,6 +127,30 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300
 
 
+def _name(text: Mapping[str, Any], key: str, path: Path) -> str | None:
+    """A string, or None where there is none."""
+    value = text.get(key)
+    if value is not None and not isinstance(value, str):
+        raise DataError(f"{key} is not a name", where=path, expected="a string", found=repr(value)[:120])
+    return value or None
+
+
+def _number(text: Mapping[str, Any], key: str, path: Path) -> float | None:
+    """A number, or None where there is none or it is zero."""
+    value = text.get(key)
+    if value is not None and not _is_number(value):
+        raise DataError(f"{key} is not a finite number", where=path, found=repr(value)[:120])
+    return float(value) if value else None
+
+
+def _object(document: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
+    """An object, or an empty one where there is none."""
+    value = document.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise DataError(f"{key} is not a JSON object", where=path, found=repr(value)[:120])
+    return value or {}
+
+
 def _limits(text: Mapping[str, Any], path: Path) -> dict[int, float]:
     """Step-3.5's clamp of each layer, of those that have one: ``min(silu(gate), limit) * clamp(up, -limit, limit)``."""
     limits = text.get("swiglu_limits")
@@ -144,17 +168,16 @@ def _activation(text: Mapping[str, Any], path: Path) -> str:
     with the limit of each layer that has one, and ``silu(router_weight=input)`` for Llama-4, which multiplies an
     expert's input by the router's weight and not its output.
     """
-    name = str(next((text[key] for key in _ACTIVATION if text.get(key)), "silu"))
+    name = next(filter(None, [_name(text, key, path) for key in _ACTIVATION]), "silu")
     keys = {
         "swiglu_limit": "limit",
         "swiglu_alpha": "alpha",
         "activation_situ_beta": "beta",
         "activation_situ_linear_beta": "linear_beta",
     }
-    found: dict[str, object] = {
-        short: float(text[key]) for key, short in keys.items() if _is_number(text.get(key)) and text[key]
-    }
-    model = str(text.get("model_type", ""))
+    numbers = {short: _number(text, key, path) for key, short in keys.items()}
+    found: dict[str, object] = {short: value for short, value in numbers.items() if value is not None}
+    model = _name(text, "model_type", path) or ""
     limits = _limits(text, path)
     if model.startswith(_OAI) and name in ("silu", "swigluoai"):
         name, found = "swigluoai", {**_OAI_DEFAULTS, **found}
@@ -209,15 +232,14 @@ def _kept_format(blocks: _Blocks, path: Path) -> str | None:
     return _KEPT_FORMATS[kept]
 
 
-def _quantization_blocks(config: Mapping[str, Any], other: Mapping[str, Any]) -> _Blocks:
+def _quantization_blocks(config: Mapping[str, Any], other: Mapping[str, Any], root: Path) -> _Blocks:
     """The source's quantization blocks that are not empty: those of config.json, then those of hf_quant_config.json."""
-    text = config.get("text_config")
-    nested = text.get("quantization_config") if isinstance(text, Mapping) else None
+    path = root / CONFIG
     blocks = (
-        config.get("quantization_config"),
+        _object(config, "quantization_config", path),
         config.get("quantization"),
-        nested,
-        other.get("quantization"),
+        _object(_object(config, "text_config", path), "quantization_config", path),
+        _object(other, "quantization", root / HF_QUANT_CONFIG),
         other.get("quantization_config"),
         other,
     )
@@ -269,9 +291,8 @@ def read_config(root: Path, bit_map_file: Path | None = None) -> ModelConfig:
     if (root / HF_QUANT_CONFIG).exists() or (root / HF_QUANT_CONFIG).is_symlink():
         other, text = read_document(root / HF_QUANT_CONFIG)
         digest_input += text
-    nested = config.get("text_config")
-    decoder: Mapping[str, Any] = {**config, **nested} if isinstance(nested, Mapping) else config
-    blocks = _quantization_blocks(config, other)
+    decoder: Mapping[str, Any] = {**config, **_object(config, "text_config", path)}
+    blocks = _quantization_blocks(config, other, root)
     if bit_map_file is not None:
         bit_map: BitMap | None = read_bit_map_file(bit_map_file)
         bit_map_from: Path | None = bit_map_file
@@ -282,15 +303,19 @@ def read_config(root: Path, bit_map_file: Path | None = None) -> ModelConfig:
     intermediate = _first_int(decoder, _INTERMEDIATE, path, required=False) or _first_int(
         decoder, ("intermediate_size",), path
     )
+    num_experts, top_k = _first_int(decoder, _EXPERTS, path), _first_int(decoder, _TOP_K, path)
+    if top_k > num_experts:
+        few, many = (next(k for k in keys if decoder.get(k) is not None) for keys in (_EXPERTS, _TOP_K))
+        raise DataError(f"{many} is above {few}", where=path, expected=f"at most {num_experts}", found=top_k)
     return ModelConfig(
         raw=config,
         quantization=blocks[0] if blocks else {},
         bit_map=bit_map,
-        model_type=str(decoder.get("model_type", "unknown")),
+        model_type=_name(decoder, "model_type", path) or "unknown",
         hidden=hidden,
         intermediate=intermediate,
-        num_experts=_first_int(decoder, _EXPERTS, path),
-        top_k=_first_int(decoder, _TOP_K, path),
+        num_experts=num_experts,
+        top_k=top_k,
         num_layers=_first_int(decoder, ("num_hidden_layers",), path, required=False),
         activation=_activation(decoder, path),
         kept_format=_kept_format(blocks, path),

@@ -67,14 +67,18 @@ def block_notes(layers: Iterable[Layer], config: ModelConfig) -> list[str]:
     """Hold the config's FP8 block size against the headers.
 
     Returns:
-        A line where some matrix cannot have it; those that could are read as 128x128 like that one.
+        A line where some matrix cannot have it; those that could are read as 128x128 like that one. One where it is
+        none.
 
     Raises:
         DataError: Every matrix may have it, and it would mean other weights than 128x128.
     """
     claim = claimed_block(config.quantization)
+    value = config.quantization.get("weight_block_size")
+    odd = value is not None and _sizes(value) is None
+    notes = [f"weight_block_size is not two sizes, and not looked at: {value!r:.60}"] if odd else []
     if claim is None or claim[1] == (FP8_BLOCK, FP8_BLOCK):
-        return []
+        return notes
     key, (rows, columns) = claim
     says = f"blocks of {rows}x{columns} by {key} of {CONFIG}"
     other: tuple[int, int, Matrix] | None = None
@@ -83,11 +87,12 @@ def block_notes(layers: Iterable[Layer], config: ModelConfig) -> list[str]:
             continue
         size = (matrix.stored_rows, matrix.columns)
         if any(_scales(n, FP8_BLOCK) != _scales(n, b) for n, b in zip(size, (rows, columns), strict=True)):
-            return [f"layer {layer} expert {expert} is stored in FP8 blocks of {FP8_BLOCK}x{FP8_BLOCK}, not in {says}"]
+            line = f"layer {layer} expert {expert} is stored in FP8 blocks of {FP8_BLOCK}x{FP8_BLOCK}, not in {says}"
+            return [*notes, line]
         if other is None and any(n > b != FP8_BLOCK for n, b in zip(size, (rows, columns), strict=True)):
             other = layer, expert, matrix
     if other is None:
-        return []
+        return notes
     layer, expert, matrix = other
     raise DataError(
         f"layer {layer} expert {expert}: its scales fit FP8 blocks of {FP8_BLOCK}x{FP8_BLOCK}, which can be read, and "

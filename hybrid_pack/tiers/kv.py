@@ -59,10 +59,11 @@ def _other_kind(config: Mapping[str, Any]) -> str | None:
         if config.get(key):
             return what
     types = config.get("layer_types")
-    if isinstance(types, Sequence):
-        strange = next((t for t in types if t not in PLAIN_LAYERS), None)
-        if strange is not None:
-            return f"{strange} layers"
+    if types is not None and not (isinstance(types, list) and all(isinstance(t, str) for t in types)):
+        return "layer_types that are no list of names"
+    strange = next((t for t in types or () if t not in PLAIN_LAYERS), None)
+    if strange is not None:
+        return f"{strange} layers"
     marks = config.get("attn_type_list")
     if isinstance(marks, Sequence) and any(mark != 1 for mark in marks):
         return "linear attention"

@@ -59,14 +59,18 @@ def test_a_block_size_that_cannot_be_is_noted(size: list[int], tmp_path: Path) -
     [
         (SPEC, [128, 128]),
         (SPEC, None),
-        (SPEC, [0, 128]),
-        (SPEC, "128"),
         (replace(SPEC, hidden=128, intermediate=128), [256, 512]),  # one block either way
         (replace(SPEC, stored=("bf16",)), [96, 128]),
     ],
 )
 def test_a_block_size_that_means_the_same_is_not_noted(spec: Spec, size: Any, tmp_path: Path) -> None:
     assert not [n for n in notes(tmp_path / "m", spec, {"weight_block_size": size}) if "blocks" in n]
+
+
+@pytest.mark.parametrize("size", [[0, 128], "128", [128], [64, "64"]])
+def test_a_block_size_that_is_none_is_noted(size: Any, tmp_path: Path) -> None:
+    (line,) = (n for n in notes(tmp_path / "m", SPEC, {"weight_block_size": size}) if "weight_block_size" in n)
+    assert line == f"weight_block_size is not two sizes, and not looked at: {size!r}"
 
 
 CLAIMS: tuple[tuple[str, dict[str, Any], str | None], ...] = (

@@ -113,8 +113,7 @@ def minimal(root: Path, **values: Any) -> Path:
         ({"hidden_act": "silu", "swiglu_limit": 10}, "silu(limit=10.0)"),
         ({"hidden_act": "silu", "swiglu_limit": None}, "silu"),
         ({"hidden_act": "silu", "swiglu_limit": 0}, "silu"),
-        ({"hidden_act": "silu", "swiglu_limit": 10**400}, "silu"),
-        ({"hidden_act": "silu", "swiglu_limit": True}, "silu"),
+        ({"hidden_act": None, "hidden_activation": "", "mlp_hidden_act": None}, "silu"),
         ({"hidden_act": "swigluoai", "swiglu_limit": 7.0, "swiglu_alpha": 1.702}, "swigluoai(alpha=1.702, limit=7.0)"),
         ({"hidden_act": "silu", "model_type": "gpt_oss", "swiglu_limit": 7.0}, "swigluoai(alpha=1.702, limit=7.0)"),
         ({"hidden_act": "silu", "model_type": "gpt_oss"}, "swigluoai(alpha=1.702, limit=7.0)"),
@@ -188,6 +187,11 @@ def test_defaults_of_a_minimal_config(tmp_path: Path) -> None:
     assert config.model_type == "unknown" and config.num_layers == 0
     assert config.quantization == {} and config.bit_map is None
     assert config.nf3_levels == (-1.0, -0.6047, -0.3563, -0.1275, 0.1275, 0.3563, 0.6047, 1.0)
+
+
+def test_null_is_as_good_as_nothing(tmp_path: Path) -> None:
+    keys = ("model_type", "text_config", "quantization_config", "swiglu_limits", "swiglu_alpha")
+    assert read_config(minimal(tmp_path, **dict.fromkeys(keys))).model_type == "unknown"
 
 
 def test_text_config_wins_over_the_top(tmp_path: Path) -> None:

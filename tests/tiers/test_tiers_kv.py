@@ -56,6 +56,8 @@ def test_shared_indexers_have_no_cache() -> None:
     [
         (GQA | {"layer_types": ["full_attention", "linear_attention"]}, "the model has linear_attention layers"),
         (GQA | {"layer_types": ["sliding_attention"]}, "the model has sliding_attention layers"),
+        (GQA | {"layer_types": "full_attention"}, "the model has layer_types that are no list of names"),
+        (GQA | {"layer_types": [["full_attention"]]}, "the model has layer_types that are no list of names"),
         (GQA | {"sliding_window": 128}, "the model has a sliding window"),
         (GQA | {"attn_type_list": [1, 0]}, "the model has linear attention"),
         (GQA | {"attention_chunk_size": 8192}, "the model has chunked attention"),
