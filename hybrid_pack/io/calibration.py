@@ -53,14 +53,17 @@ class Kind:
         noun: For messages.
         rank: Dimensions of a tensor, each of K.
         name: Its name in the file, from layer, expert (or ``shared``) and matrix.
-        problem: What is wrong with the values of a tensor, or None; called with finite values.
+        problem: What is wrong with the values of a tensor and what to do about it, or None; called with finite values.
     """
 
     noun: str
     rank: int
     name: Callable[[int, int | str, str], str]
-    problem: Callable[[F32], str | None]
+    problem: Callable[[F32], tuple[str, str] | None]
 
+
+UNSEEN = "collect it again, over text that reaches every expert"
+"""What to do about statistics that are all zero."""
 
 CHUNK_BYTES = 4 << 20
 
@@ -167,10 +170,11 @@ class Statistics:
         finite = np.isfinite(values)
         if not finite.all():
             at = tuple(int(i) for i in np.unravel_index(int(np.argmin(finite)), values.shape))
-            raise DataError(f"a value is not finite at {list(at)}", where=tensor, found=float(values[at]))
+            hint = "collect it again, in float32 or better"
+            raise DataError(f"a value is not finite at {list(at)}", where=tensor, found=float(values[at]), hint=hint)
         problem = self._kind.problem(values)
         if problem is not None:
-            raise DataError(problem, where=tensor, hint="collect it again, over text that reaches every expert")
+            raise DataError(problem[0], where=tensor, hint=problem[1])
         return values
 
     def _used(self, layer: int) -> set[Located]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from hybrid_pack.errors import DataError, EnvironmentFailure
 from hybrid_pack.io.bitmap import spans
-from hybrid_pack.io.calibration import F32, MATRICES, NUMBER, SHARED, Key, Kind, Statistics, Wanted
+from hybrid_pack.io.calibration import F32, MATRICES, NUMBER, SHARED, UNSEEN, Key, Kind, Statistics, Wanted
 from hybrid_pack.io.safetensors import read_header
 from hybrid_pack.io.shards import Located
 
@@ -32,16 +32,17 @@ TILE = 512
 """Rows and columns compared with their mirror image at a time: four of them in float64 stay in the caches."""
 
 
-def _problem(values: F32) -> str | None:
+def _problem(values: F32) -> tuple[str, str] | None:
     """What factoring would refuse, but for definiteness, which only factoring tells: in one pass, in little memory."""
     from hybrid_pack.quantize.gptq_hessian import SYMMETRY  # imports torch, which only users of Hessians need
 
     diagonal = values.diagonal()
     if (diagonal < 0).any():
         channel = int(np.argmax(diagonal < 0))
-        return f"the Hessian's diagonal is negative at channel {channel} ({diagonal[channel]})"
+        what = f"the Hessian's diagonal is negative at channel {channel} ({diagonal[channel]})"
+        return what, "give X^T X of the inputs X, whose diagonal holds sums of squares"
     if not diagonal.any():
-        return "the Hessian's diagonal is all zero: no token was seen"
+        return "the Hessian's diagonal is all zero: no token was seen", UNSEEN
     limit = SYMMETRY * max(float(values.max()), -float(values.min()))
     for first in range(0, len(values), TILE):
         for second in range(first, len(values), TILE):
@@ -50,10 +51,12 @@ def _problem(values: F32) -> str | None:
             if max(difference.max(), -difference.min()) > limit:
                 at = np.unravel_index(int(np.abs(difference).argmax()), difference.shape)
                 i, j = first + int(at[0]), second + int(at[1])
-                return f"the Hessian is not symmetric: {values[i, j]} at [{i}, {j}], {values[j, i]} at [{j}, {i}]"
+                what = f"the Hessian is not symmetric: {values[i, j]} at [{i}, {j}], {values[j, i]} at [{j}, {i}]"
+                return what, "give the whole of X^T X, both triangles"
     for dead in np.flatnonzero(diagonal == 0):
         if float(np.abs(values[dead]).max()) > limit:  # in float64, as the limit is
-            return f"channel {dead} of the Hessian has products with others, but a zero on the diagonal"
+            what = f"channel {dead} of the Hessian has products with others, but a zero on the diagonal"
+            return what, "give X^T X of the inputs X, with its diagonal"
     return None
 
 

@@ -17,18 +17,19 @@ from pathlib import Path
 import numpy as np
 
 from hybrid_pack.errors import DataError
-from hybrid_pack.io.calibration import F32, MATRICES, NUMBER, SHARED, Key, Kind, Statistics, Wanted
+from hybrid_pack.io.calibration import F32, MATRICES, NUMBER, SHARED, UNSEEN, Key, Kind, Statistics, Wanted
 from hybrid_pack.io.safetensors import read_header
 from hybrid_pack.io.shards import Located
 
 _TENSOR = re.compile(rf"{NUMBER}\.(?:{NUMBER}|{SHARED})\.({'|'.join(MATRICES)})")
 
 
-def _problem(values: F32) -> str | None:
+def _problem(values: F32) -> tuple[str, str] | None:
     if (values < 0).any():
         channel = int(np.argmax(values < 0))
-        return f"the importance of channel {channel} is negative ({values[channel]})"
-    return None if values.any() else "the importance of every channel is zero: no token was seen"
+        what = f"the importance of channel {channel} is negative ({values[channel]})"
+        return what, "give mean squares of the inputs, which cannot be"
+    return None if values.any() else ("the importance of every channel is zero: no token was seen", UNSEEN)
 
 
 IMPORTANCE = Kind("importance", 1, lambda layer, expert, matrix: f"{layer}.{expert}.{matrix}", _problem)
