@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hybrid_pack.convert.difference import STATISTICS, difference
 from hybrid_pack.convert.journal import STATE, State
 from hybrid_pack.errors import DataError, UsageError
 from hybrid_pack.io.config import CONFIG
@@ -12,9 +13,6 @@ from hybrid_pack.io.digest import blake3_digest
 from hybrid_pack.io.manifest import MANIFEST, README, read_manifest
 from hybrid_pack.plan import Plan
 from hybrid_pack.schemas.manifest import Manifest
-
-STATISTICS = frozenset({"importance", "hessians"})
-"""Options whose files are known by what each layer uses of them."""
 
 
 def _inside(path: Path, folder: Path) -> bool:
@@ -41,14 +39,6 @@ def _entries(out: Path) -> list[str]:
     return sorted(p.name for p in out.iterdir() if p.name not in (STATE, README) and not p.name.startswith("."))
 
 
-def _difference(key: str, theirs: Any, ours: Any) -> str:
-    """What differs, in words; of several options the first that does."""
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        name = next(name for name in ours if theirs.get(name) != ours[name])
-        return _difference(f"--{name.replace('_', '-')}", theirs.get(name), ours[name])
-    return f"{key} was {theirs}, now {ours}"
-
-
 def matches_manifest(manifest: Manifest, fingerprint: dict[str, Any], plan: Plan) -> str | None:
     """The first respect in which a finished pack is of another source or other options, or None."""
     theirs = {
@@ -64,15 +54,15 @@ def matches_manifest(manifest: Manifest, fingerprint: dict[str, Any], plan: Plan
     }
     for key, value in theirs.items():
         if value != fingerprint[key]:
-            return _difference(key, value, fingerprint[key])
+            return difference(key, value, fingerprint[key])
     files = [(f.path, f.bytes, f.digest) for f in manifest.source.files]
     if files != [(plan.source.file_name(f), f.nbytes, f.digest) for f in plan.source.shards.files]:
-        return "the source's safetensors files have changed"
+        return difference("source_files", files, None)
     config = next(f.digest for f in manifest.files if f.path == CONFIG)
     if config != blake3_digest(plan.written[CONFIG]):
-        return "the bit map has changed"
+        return difference("bit_map", None, None)
     if manifest.report.experts_requantized and fingerprint["on_scale_mismatch"] == "refuse":
-        return "on_scale_mismatch was requantize, now refuse"
+        return difference("on_scale_mismatch", "requantize", "refuse")
     return None
 
 
@@ -122,10 +112,10 @@ def existing_pack(
         raise UsageError(
             f"the pack there cannot be resumed: {error}", where=out, hint="replace it with --overwrite"
         ) from error
-    difference = matches_manifest(manifest, fingerprint, plan)
-    if difference is not None:
+    differs = matches_manifest(manifest, fingerprint, plan)
+    if differs is not None:
         raise UsageError(
-            f"a pack of another source or other options is there: {difference}",
+            f"a pack of another source or other options is there: {differs}",
             where=out,
             hint="choose another --out, or --overwrite",
         )
@@ -180,7 +170,7 @@ def check_state(out: Path, state: State, fingerprint: dict[str, Any], *, resume:
         if theirs != ours and not _goes_on(key, theirs, ours, state):
             raise UsageError(
                 "the unfinished conversion there is of another source or other options: "
-                + _difference(key, theirs, ours),
+                + difference(key, theirs, ours),
                 where=out,
                 hint="give the same options and source, or start over with --overwrite",
             )

@@ -153,7 +153,7 @@ def test_killed_while_overwriting(driver: Driver, tiny: Path, tiny_whole: dict[s
             answer = convert(driver, tiny, out, option)
             if untouched and option == "--resume":
                 assert answer["code"] == 2, "the old pack is still there"
-                assert "tensor_parallel was 1, now 2" in answer["stderr"]
+                assert "--tp was 1, now 2" in answer["stderr"]
             else:
                 assert answer["code"] == 0, (number, answer["stderr"])
                 assert tree(out) == tiny_whole

@@ -83,7 +83,7 @@ def test_the_report_stays(sources: Sources, tmp_path: Path) -> None:
     pack(root, out, 2, on_scale_mismatch="requantize")
     before = tree(out)
     (out / SHARD).unlink()
-    with pytest.raises(UsageError, match="on_scale_mismatch was requantize, now refuse"):
+    with pytest.raises(UsageError, match="--on-scale-mismatch was requantize, now refuse"):
         pack(root, out, 2, resume=True)
     pack(root, out, 2, resume=True, on_scale_mismatch="requantize")
     assert tree(out) == before
@@ -238,7 +238,7 @@ def test_an_interrupted_repair_is_an_unfinished_conversion(
     assert {MANIFEST, STATE} & set(names(finished)) == {STATE}
     with pytest.raises(UsageError, match="an unfinished conversion is already there"):
         pack(source, finished, 2)
-    with pytest.raises(UsageError, match="tensor_parallel was 2, now 1"):
+    with pytest.raises(UsageError, match="--tp was 2, now 1"):
         pack(source, finished, 1, resume=True)
     pack(copy, finished, 2, resume=True)
     assert tree(finished) == whole

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybrid_pack.convert import convert
+from hybrid_pack.convert import _fingerprint, convert
+from hybrid_pack.convert.difference import difference
 from hybrid_pack.errors import DataError, UsageError
 from hybrid_pack.synthetic import write_checkpoint
 from tests.checkpoints import edit_config, edit_header, edit_json, edit_tensors
 from tests.convert.conftest import Sources
 from tests.convert.interrupted import Stop, stop_after
 from tests.convert.support import pack, plan_of, small, stamps, tree, weights
+from tests.convert.test_convert_sources import BASE
 
 MANIFEST = "hybrid_pack.json"
 
@@ -40,26 +42,26 @@ def with_mtp_in_the_map(root: Path, tmp_path: Path) -> dict[str, Any]:
     return {"bit_map_file": path}
 
 
-CHANGES: dict[str, tuple[str, str, Callable[[Path, Path], dict[str, Any]]]] = {
-    "tp": ("tensor_parallel", "tensor_parallel was 2, now 1", lambda *_: {"tp": 1}),
-    "ep": ("expert_parallel", "expert_parallel was 1, now 2", lambda *_: {"ep": 2}),
-    "layers": ("layers", r"layers was \[1, 2\], now \[2\]", lambda *_: {"layers": [2]}),
-    "bit map": ("bit_map", "the bit map has changed", with_mtp_in_the_map),
+CHANGES: dict[str, tuple[str, Callable[[Path, Path], dict[str, Any]]]] = {
+    "tp": ("--tp was 2, now 1", lambda *_: {"tp": 1}),
+    "ep": ("--ep was 1, now 2", lambda *_: {"ep": 2}),
+    "layers": ("--layers was 1-2, now 2", lambda *_: {"layers": [2]}),
+    "bit map": ("the bit map has changed", with_mtp_in_the_map),
 }
 
 
 @pytest.mark.parametrize("case", CHANGES)
 def test_resume_with_other_options(case: str, sources: Sources, tmp_path: Path, unfinish: Callable[..., Path]) -> None:
     root = sources(UNMAPPED)
-    key, difference, change = CHANGES[case]
+    words, change = CHANGES[case]
     options = {"tp": 2, "ep": 1, **change(root, tmp_path)}
     tp, ep = options.pop("tp"), options.pop("ep")
     plan = plan_of(root, tp, ep, **options)
     unfinished, done = unfinish(root, tmp_path / "unfinished"), tmp_path / "done"
     pack(root, done, 2)
     for out, message in (
-        (unfinished, rf"the unfinished conversion there is of another source or other options: {key} was "),
-        (done, rf"a pack of another source or other options is there: {difference}; choose another --out"),
+        (unfinished, rf"the unfinished conversion there is of another source or other options: {words}; give the"),
+        (done, rf"a pack of another source or other options is there: {words}; choose another --out"),
     ):
         before = tree(out)
         with pytest.raises(UsageError, match=message):
@@ -67,13 +69,43 @@ def test_resume_with_other_options(case: str, sources: Sources, tmp_path: Path, 
         assert tree(out) == before
 
 
+@pytest.mark.parametrize("theirs", [None, "nvfp4"])
+def test_resume_with_another_kept_format(theirs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A journal knows it of each layer, a manifest as an option."""
+    root = tmp_path / "source"
+    write_checkpoint(root, replace(BASE, stored=("bf16",)))
+    stopped, done = tmp_path / "stopped", tmp_path / "done"
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        with pytest.raises(Stop):
+            convert(plan_of(root, kept_format=theirs), stopped, workers=1)
+    convert(plan_of(root, kept_format=theirs), done, workers=1)
+    was = theirs or "not given"
+    for out, words in (
+        (stopped, "--kept-format was nvfp4, now mxfp4 in layer 1"),
+        (done, f"--kept-format was {was}, now mxfp4"),
+    ):
+        with pytest.raises(UsageError, match=rf"another source or other options[^:]*: {words}; "):
+            convert(plan_of(root, kept_format="mxfp4"), out, workers=1, resume=True)
+
+
+def test_every_difference_has_words(source: Path) -> None:
+    """None is told by the name it has in the journal; where an earlier version recorded nothing there are words too."""
+    fingerprint = _fingerprint(plan_of(source), "refuse")
+    for key, ours in fingerprint.items():
+        for theirs in (None, {"1": "mxfp4"} if isinstance(ours, dict) else [7, 8] if isinstance(ours, list) else "x"):
+            if key != "statistics":  # they never stand in the way
+                words = difference(key, theirs, ours).replace("hf_quant_config.json", "").replace(str(ours), "")
+                assert "_" not in words
+
+
 def test_resume_with_another_scale_rule(sources: Sources, tmp_path: Path, unfinish: Callable[..., Path]) -> None:
     root = sources(small(seed=52, second_scale="unequal"))
     out = unfinish(root, tmp_path / "unfinished", on_scale_mismatch="requantize")
-    with pytest.raises(UsageError, match=r"other options: on_scale_mismatch was requantize, now refuse"):
+    with pytest.raises(UsageError, match=r"other options: --on-scale-mismatch was requantize, now refuse"):
         pack(root, out, 2, resume=True)
     pack(root, out, 2, resume=True, on_scale_mismatch="requantize")
-    with pytest.raises(UsageError, match="on_scale_mismatch was requantize, now refuse"):
+    with pytest.raises(UsageError, match="--on-scale-mismatch was requantize, now refuse"):
         pack(root, out, 2, resume=True)
 
 
@@ -109,7 +141,7 @@ def test_the_scale_rule_that_an_error_names_can_be_gone_on_with(
         stop_after(patch, 1)
         with pytest.raises(Stop):
             pack(root, out, 2, workers=1, resume=True, on_scale_mismatch="requantize")
-    with pytest.raises(UsageError, match="on_scale_mismatch was requantize, now refuse"):
+    with pytest.raises(UsageError, match="--on-scale-mismatch was requantize, now refuse"):
         pack(root, out, 2, resume=True)
     pack(root, out, 2, resume=True, on_scale_mismatch="requantize")
     assert stamps(out, done) == before
@@ -131,26 +163,27 @@ def edit_weight_index(root: Path) -> None:
         index["metadata"]["more"] = 1
 
 
-SOURCE_CHANGES: dict[str, tuple[str, str | None, Callable[[Path], object]]] = {
-    "config": ("source_config", "source_config was", edit_generation),
-    "index": ("source_index", "source_index was", edit_weight_index),
-    "header": ("source_files", "the source's safetensors files have changed", edit_metadata),
-    "payload": ("source_times", None, lambda root: os.utime(next(iter(root.glob("*.safetensors"))))),
+TIMES = "a safetensors file of the source was written to, by its modification time"
+SOURCE_CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "config": ("the source's config.json or hf_quant_config.json has changed", edit_generation),
+    "index": ("the source's index has changed", edit_weight_index),
+    "header": ("the source's safetensors files have changed", edit_metadata),
+    "payload": (TIMES, lambda root: os.utime(next(iter(root.glob("*.safetensors"))))),
 }
 
 
 @pytest.mark.parametrize("case", SOURCE_CHANGES)
 def test_resume_with_a_changed_source(case: str, copy: Path, tmp_path: Path, unfinish: Callable[..., Path]) -> None:
     """A payload written anew under the same header is seen by its time, as long as the pack is not finished."""
-    key, difference, change = SOURCE_CHANGES[case]
+    words, change = SOURCE_CHANGES[case]
     unfinished, done = unfinish(copy, tmp_path / "unfinished"), tmp_path / "done"
     pack(copy, done, 2)
     change(copy)
     before = tree(unfinished), tree(done)
-    with pytest.raises(UsageError, match=rf"of another source or other options: {key} was .*; give the same"):
+    with pytest.raises(UsageError, match=rf"of another source or other options: {words}; give the same"):
         pack(copy, unfinished, 2, resume=True)
-    if difference:
-        with pytest.raises(UsageError, match=rf"a pack of another source or other options is there: {difference}"):
+    if words != TIMES:
+        with pytest.raises(UsageError, match=rf"a pack of another source or other options is there: {words}"):
             pack(copy, done, 2, resume=True)
     assert (tree(unfinished), tree(done)) == before
 

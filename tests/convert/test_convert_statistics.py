@@ -182,7 +182,7 @@ def test_another_method_is_another_conversion(
     out = tmp_path / "out"
     unfinish(monkeypatch, 2, lambda: pack(source, out, kind, given[kind]))
     plain = make_plan(open_checkpoint(source), Topology(1))
-    with pytest.raises(UsageError, match=rf"--(search|{kind}) was .*, now (mse|None)"):
+    with pytest.raises(UsageError, match=rf"--(search|{kind}) was .*, now (mse|not given)"):
         convert(plain, out, workers=1, resume=True)
 
 
@@ -201,7 +201,7 @@ def test_a_journal_that_knows_no_layers(
     other = {kind: tmp_path / "other"}
     (shutil.copytree if kind == "hessians" else shutil.copyfile)(given[kind], other[kind])
     change(kind, other, 3, twice)
-    with pytest.raises(UsageError, match=rf"--{kind} was blake3:"):
+    with pytest.raises(UsageError, match=rf"other options: what --{kind} gives has changed; "):
         pack(source, out, kind, other[kind], resume=True)
     assert tree(out) == before
     pack(source, out, kind, given[kind], resume=True)
