@@ -12,7 +12,7 @@ import click
 
 from hybrid_pack._version import __version__
 from hybrid_pack.cli.streams import drop_stdout, in_echo, open_streams, stdout_failure, terminable
-from hybrid_pack.errors import EnvironmentFailure, HybridPackError, hide_tokens, plain
+from hybrid_pack.errors import EnvironmentFailure, HybridPackError, hide_tokens, plain, system_failure
 
 COMMANDS = {
     "plan": "Choose the kept experts, by saliency and budget.",
@@ -124,9 +124,7 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def _system(error: OSError) -> str:
-    if error.filename:
-        return f"{error.filename}: {error.strerror or error}"
-    return str(stdout_failure(error) if in_echo(error) else error.strerror or error)
+    return str(stdout_failure(error) if not error.filename and in_echo(error) else system_failure(error))
 
 
 def main() -> None:

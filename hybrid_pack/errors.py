@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _TOKEN = re.compile(
     r"(?<![A-Za-z])(?:hf_oauth_[\w.-]{16,}|(?:hf|api_org)_[A-Za-z0-9]{16,})|(?:hf|api_org)_[A-Za-z0-9]{30,}"
@@ -92,3 +95,43 @@ class EnvironmentFailure(HybridPackError):
     """The machine failed: disk full, permission, a missing dependency, no GPU. Exit code 3."""
 
     exit_code = 3
+
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_PERMISSION = "change its permissions, or choose another place"
+_REMEDIES = {
+    **dict.fromkeys(DISK_FULL, "make room and run again"),
+    errno.EACCES: _PERMISSION,
+    errno.EPERM: _PERMISSION,
+    errno.EROFS: "the file system is read-only: choose another place",
+    errno.EIO: "the disk may be failing: see the system's log, or choose another place",
+}
+
+
+def system_failure(error: OSError, where: object = None, *, problem: str = "the system failed") -> EnvironmentFailure:
+    """A system error as a message that says what to do about it.
+
+    Args:
+        error: The system's.
+        where: What was read or written; by default the path that the error names, if it names one.
+        problem: What did not work, unless the disk is full.
+    """
+    return EnvironmentFailure(
+        "the disk is full" if error.errno in DISK_FULL else problem,
+        where=error.filename if where is None else where,
+        found=error.strerror or error,
+        hint=_REMEDIES.get(error.errno or 0, "put that right and run again"),
+    )
+
+
+@contextmanager
+def writing(path: object) -> Iterator[None]:
+    """Name the file that could not be written, whatever temporary one the system's error names.
+
+    Raises:
+        EnvironmentFailure: An ``OSError`` was raised inside.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise system_failure(error, path, problem="cannot write") from error

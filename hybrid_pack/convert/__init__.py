@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from hybrid_pack.convert.survey import Survey, survey, weight_sizes
 from hybrid_pack.convert.unchanged import require_same_headers, source_times
 from hybrid_pack.convert.warmup import compile_kernels
 from hybrid_pack.convert.work import fill, layer_jobs
-from hybrid_pack.errors import DataError, EnvironmentFailure, HybridPackError
+from hybrid_pack.errors import DISK_FULL, DataError, EnvironmentFailure, HybridPackError
 from hybrid_pack.io.config import CONFIG
 from hybrid_pack.io.digest import blake3_digest
 from hybrid_pack.io.progress import Progress, Silent
@@ -36,8 +35,6 @@ from hybrid_pack.schemas.manifest import Manifest
 __all__ = [
     "Conversion", "OnScaleMismatch", "Progress", "Resources", "Survey", "check", "convert", "require_disk", "resources",
 ]  # fmt: skip
-
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError
+from hybrid_pack.errors import DataError, EnvironmentFailure, UsageError, system_failure
 from hybrid_pack.hub.crew import PATIENCE, Crew
 from hybrid_pack.hub.download import abort, download, forget
 from hybrid_pack.hub.errors import Stopped, errors, retrying
@@ -100,7 +100,7 @@ class _Lock:
             except OSError as error:
                 if folder.is_symlink():
                     raise _in_the_way(folder) from None
-                raise EnvironmentFailure("cannot make the folder", where=folder, found=error.strerror) from error
+                raise system_failure(error, folder, problem="cannot make the folder") from error
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

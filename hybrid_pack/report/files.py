@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from hybrid_pack.errors import UsageError
+from hybrid_pack.errors import UsageError, writing
 from hybrid_pack.report.data import PackView
 from hybrid_pack.report.html import page
 from hybrid_pack.report.scales import Scales
@@ -33,16 +33,17 @@ def put(path: Path, data: bytes) -> Path:
     linked there, stay as they are. A device or a pipe is written to.
 
     Raises:
-        OSError: It cannot be written.
+        EnvironmentFailure: It cannot be written.
     """
-    if path.exists() and not path.is_file() and not path.is_dir():
-        path.write_bytes(data)
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        made.write_bytes(data)  # with the mode that the umask gives
-        made.replace(path)
+    with writing(path):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_bytes(data)
+            return path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            made.write_bytes(data)  # with the mode that the umask gives
+            made.replace(path)
     return path
 
 
@@ -50,7 +51,7 @@ def write_page(path: Path, view: PackView, scales: Scales | None) -> Path:
     """Write the page.
 
     Raises:
-        OSError: It cannot be written.
+        EnvironmentFailure: It cannot be written.
     """
     put(path.resolve(), page(view, scales).encode())
     return path

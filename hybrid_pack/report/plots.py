@@ -8,7 +8,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from hybrid_pack.errors import EnvironmentFailure
+from hybrid_pack.errors import EnvironmentFailure, writing
 from hybrid_pack.report.data import TIERS, PackView, Tier
 from hybrid_pack.report.files import put
 from hybrid_pack.report.labels import labelled
@@ -155,11 +155,11 @@ def write_pictures(folder: Path, view: PackView, scales: Scales | None) -> list[
         Their paths.
 
     Raises:
-        EnvironmentFailure: matplotlib is not installed.
-        OSError: They cannot be written.
+        EnvironmentFailure: matplotlib is not installed, or they cannot be written.
     """
     require_matplotlib()
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     figures = {"bytes.png": _ranks(view)}
     if view.quantized:
         figures["errors.png"] = _errors(view)
@@ -167,7 +167,8 @@ def write_pictures(folder: Path, view: PackView, scales: Scales | None) -> list[
         figures["scales.png"] = _scales(view, scales.histograms)
     for name in ("errors.png", "scales.png"):
         if name not in figures:
-            (folder / name).unlink(missing_ok=True)
+            with writing(folder / name):
+                (folder / name).unlink(missing_ok=True)
     put(folder / TIER_MAP, tier_map_png(view.num_experts, {layer.layer: layer.kept for layer in view.layers}))
     for figure in figures.values():
         name = plain(view.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hybrid_pack.errors import UsageError
+from hybrid_pack.errors import UsageError, writing
 from hybrid_pack.io.bitmap import BitMap
 from hybrid_pack.io.output import write_small
 
@@ -45,6 +45,7 @@ def write_map(out: Path, bit_map: BitMap) -> None:
     """Write it atomically and durably.
 
     Raises:
-        OSError: The system's own error.
+        EnvironmentFailure: It cannot be written.
     """
-    write_small(out, map_bytes(bit_map))
+    with writing(out):
+        write_small(out, map_bytes(bit_map))

@@ -15,8 +15,10 @@ import pytest
 
 from hybrid_pack.cli.main import run
 from hybrid_pack.errors import DataError
+from hybrid_pack.synthetic import write_checkpoint
 from tests.checkpoints import edit_config, edit_tensors
 from tests.cli.conftest import Command
+from tests.convert.support import small
 
 GATE = "model.layers.1.mlp.experts.0.gate_proj"
 
@@ -204,9 +206,18 @@ def fail_with(error: BaseException) -> Callable[..., Any]:
 ERRORS: list[tuple[BaseException, int, str]] = [
     (KeyboardInterrupt(), 130, "hybrid-pack: interrupted; finished files are kept for --resume"),
     (MemoryError(), 3, "hybrid-pack: out of memory; try fewer --workers"),
-    (OSError(errno.EACCES, "Permission denied", "/x/y"), 3, "hybrid-pack: /x/y: Permission denied"),
-    (OSError(errno.EMFILE, "Too many open files"), 3, "hybrid-pack: Too many open files"),
-    (OSError("something"), 3, "hybrid-pack: something"),
+    (
+        OSError(errno.EACCES, "Permission denied", "/x/y"),
+        3,
+        "hybrid-pack: /x/y: the system failed (found Permission denied); change its permissions, or choose another "
+        "place",
+    ),
+    (
+        OSError(errno.EMFILE, "Too many open files"),
+        3,
+        "hybrid-pack: the system failed (found Too many open files); put that right and run again",
+    ),
+    (OSError("something"), 3, "hybrid-pack: the system failed (found something); put that right and run again"),
     (
         RuntimeError("bug"),
         3,
@@ -231,6 +242,61 @@ def test_errors_while_converting(folder: Path, command: Command, monkeypatch: py
     result = command(*CONVERT.split())
     assert result.code == 3
     assert re.search(r"out: the disk is full \(found No space left on device\); make room and run again$", result.line)
+
+
+WRITING = {
+    "plan plain --from-weights --keep 1 --out new": ("posix_fallocate", "pwrite", "fsync", "rename", "open"),
+    "report pack --html new": ("write_bytes", "mkdtemp", "rename"),
+    "report pack --quick --png new": ("write_bytes", "mkdtemp", "rename", "mkdir"),
+}
+CODES = {
+    errno.ENOSPC: r"the disk is full \(found No space left on device\); make room and run again$",
+    errno.EDQUOT: r"the disk is full \(found Disk quota exceeded\); make room and run again$",
+    errno.EIO: r"cannot write \(found Input/output error\); the disk may be failing: see the system's log, or choose",
+    errno.EROFS: r"cannot write \(found Read-only file system\); the file system is read-only: choose another place$",
+    errno.EACCES: r"cannot write \(found Permission denied\); change its permissions, or choose another place$",
+}
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize(("arguments", "step"), [(a, step) for a, steps in WRITING.items() for step in steps])
+def test_a_file_that_cannot_be_written(
+    arguments: str, step: str, code: int, folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named, whatever the system's error names; what to do is said, and nothing unfinished stays."""
+    if "plain" in arguments:
+        write_checkpoint(folder / "plain", small(map_in="none", stored=("bf16",)))
+    failing = fail_with(OSError(code, os.strerror(code)))
+    with monkeypatch.context() as patch:
+        if step == "open":  # only what is new: sources are read with it too
+            real = os.open
+            patch.setattr(
+                os,
+                "open",
+                lambda path, flags, *more, **how: (failing if flags & os.O_CREAT else real)(path, flags, *more, **how),
+            )
+        elif step == "rename":
+            patch.setattr(Path, "replace", failing)
+        elif step == "mkdtemp":
+            patch.setattr("tempfile.mkdtemp", failing)
+        elif step in ("write_bytes", "mkdir"):
+            patch.setattr(Path, step, failing)
+        else:
+            patch.setattr(os, step, failing)
+        result = command(*arguments.split())
+    assert result.code == 3
+    assert re.search(rf"^hybrid-pack: (\S*/)?new(/tier_map\.png)?: {CODES[code]}", result.line), result.line
+    left = folder / "new"
+    assert not left.exists() or (left.is_dir() and not list(left.iterdir()))
+    assert not [path for path in folder.iterdir() if path.name.startswith((".new", "new."))]
+
+
+def test_a_full_device(folder: Path, command: Command) -> None:
+    """The system's own word, from a device that is always full."""
+    result = command("report", "pack", "--html", "/dev/full")
+    assert (result.code, result.line) == (
+        3, "hybrid-pack: /dev/full: the disk is full (found No space left on device); make room and run again",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", ["convert nowhere --out out", "convert source", "verify nowhere", "nothing"])
