@@ -123,9 +123,7 @@ CASES = {
     "out_has_files_overwrite": Case(f"{CONVERT} --overwrite", 2, r"out: not a pack, so --overwrite", put("out/x")),
     "out_is_a_file": Case(CONVERT, 2, r"out: in the way of the output \(expected a folder or nothing\)", put("out")),
     "out_is_a_pack": Case("convert source --out pack --tp 2", 2, r"pack: a finished pack is already there; check and"),
-    "out_is_another_pack": Case(
-        "convert source --out pack --resume", 2, r"options is there: tensor_parallel was 2, now 1"
-    ),
+    "out_is_another_pack": Case("convert source --out pack --resume", 2, r"options is there: --tp was 2, now 1"),
     "verify_workers_zero": Case(
         "verify pack --workers 0", 2, r"--workers: not a number of workers \(expected 1 to 1024, found 0\)"
     ),

@@ -205,7 +205,10 @@ def test_nothing_is_left_of_a_failed_write(folder: Path, command: Command, monke
     (folder / "map.json").write_text("old")
     monkeypatch.setattr("os.posix_fallocate", fails)
     result = command(*f"{PLAN} --keep 2 --out map.json --overwrite".split())
-    assert (result.code, result.line) == (3, "hybrid-pack: No space left on device")
+    assert (result.code, result.line) == (
+        3,
+        "hybrid-pack: map.json: the disk is full (found No space left on device); make room and run again",
+    )
     assert (folder / "map.json").read_text() == "old"
     assert not list(folder.glob("*.partial"))
 

@@ -159,7 +159,7 @@ def test_dry_run_names_layers_and_what_is_finished(
     assert re.search(r"disk +0 B needed", text)
     result = command("convert", source, "--out", packed, "--resume", "--dry-run")
     assert result.code == 2
-    assert "tensor_parallel was 2, now 1" in result.line
+    assert "--tp was 2, now 1" in result.line
 
 
 def test_help_tells_of_signals(command: Command) -> None:

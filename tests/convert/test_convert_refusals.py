@@ -183,7 +183,7 @@ def test_check_with_headers_from_the_hub(
         patch.setattr("hybrid_pack.convert.write_manifest", stop)
         with pytest.raises(EnvironmentFailure, match="5 of 5 weight files finished and kept"):
             pack(source, out, 2)
-    with pytest.raises(UsageError, match="source_times was"):
+    with pytest.raises(UsageError, match="a safetensors file of the source was written to"):
         check(plan_of(copy, 2), out, resume=True)
     _, found = check(plan_of(copy, 2), out, resume=True, headers_only=True)
     assert len(found.done) == 5
