@@ -324,7 +324,7 @@ def test_a_journal_cannot_name_files_outside(
     ("change", "says"),
     [
         (lambda root: (root / "A.txt").write_text("x") and (root / "a.txt").write_text("x"), "two files with one name"),
-        (lambda root: edit(root, num_experts_per_tok=99), "geometry.top_k is above num_experts"),
+        (lambda root: edit(root, num_experts_per_tok=99), "num_experts_per_tok is above num_experts"),
     ],
 )
 def test_what_no_manifest_may_have_is_refused_before_any_work(
