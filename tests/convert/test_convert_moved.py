@@ -102,3 +102,28 @@ def test_an_expert_without_any_error_has_no_number(tmp_path: Path) -> None:
     assert entry.sqnr_db[0] is None and None not in entry.sqnr_db[1:]
     for _, expert, _, weights, error in differences(tmp_path / "out", source, manifest):
         assert expert or (np.abs(error) <= 2.0**-23 * np.abs(weights)).all()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_the_kernel_flushes_is_lost(tp: int, tmp_path: Path) -> None:
+    """MXFP4 gate and up of small weights, beside groups that are zero by their codes and have a scale of 2^120."""
+
+    def change(root: Path) -> None:
+        set_scales(root, 118, 118)
+        with edit_tensors(root) as tensors:
+            for at in (0, 64 * 4):  # the first group of each rank
+                stored = tensors[f"{PREFIX}.0.gate_proj.weight"], tensors[f"{PREFIX}.0.gate_proj.weight_scale"]
+                codes, scales = (bytearray(each.data) for each in stored)
+                codes[at * 16 : at * 16 + 16], scales[at] = bytes(16), 247
+                stored[0].data, stored[1].data = bytes(codes), bytes(scales)
+
+    source, manifest = packed(tmp_path / "source", tmp_path / "out", MXFP4, tp, change)
+    [entry] = manifest.report.experts_quantized
+    [(weights, error)] = [
+        (w, e) for _, expert, _, w, e in differences(tmp_path / "out", source, manifest) if not expert
+    ]
+    moved = slice(2 * 128 * 128)
+    assert not error[moved].any(), "they are stored all the same"
+    lost = float((weights[moved] ** 2).sum() + (error**2).sum())
+    assert entry.sqnr_db[0] == pytest.approx(10 * np.log10((weights**2).sum() / lost), abs=0.001)
+    assert manifest.report.blocks_flushed >= 2 * 128 * 4 - 2 - 8
