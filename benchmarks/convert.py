@@ -13,6 +13,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from hybrid_pack.convert.expert import ExpertPacker
-from hybrid_pack.io.checkpoint import Expert, open_checkpoint
+from hybrid_pack.convert.work import Run
+from hybrid_pack.io.checkpoint import open_checkpoint
 from hybrid_pack.io.reader import TensorReader
 from hybrid_pack.layouts.shard import RankGeometry
+from hybrid_pack.plan import Plan, make_plan
+from hybrid_pack.sharding import Topology
 from hybrid_pack.synthetic import Spec, write_checkpoint
 
 TP = 4
@@ -42,6 +45,11 @@ def checkpoint(folder: Path, kept_format: str, experts: int) -> Path:
     return root
 
 
+def plan_of(source: Path) -> Plan:
+    """For TP4."""
+    return make_plan(open_checkpoint(source), Topology(TP))
+
+
 def rate(action: Callable[[], int], threads: int) -> float:
     """GB a second of an action that returns the bytes it packed, on some threads at once."""
 
@@ -56,18 +64,19 @@ def rate(action: Callable[[], int], threads: int) -> float:
     return sum(done / seconds for done, seconds in results) / 1e9
 
 
-def our_rate(expert: Expert, threads: int) -> float:
-    """Codes, scales, tables and counts of a whole expert for all ranks, already read."""
-    import threading
-
+def our_rate(plan: Plan, tier: str, threads: int) -> float:
+    """Codes, scales, tables and counts of a whole expert for all ranks, already read and moved as it is."""
     local = threading.local()
+    layer = next(iter(plan.source.layers.values()))
+    number = getattr(layer, tier)[0]
 
     def action() -> int:
-        if not hasattr(local, "packer"):
-            local.packer = ExpertPacker(GEOMETRY, TP, 2048)
+        if not hasattr(local, "worker"):
+            local.worker = Run(plan, threads).worker()
             with TensorReader() as reader:
-                local.stored = local.packer.read(expert, reader)
-        for _ in local.packer.pack(expert, local.stored, [1e-3, 1e-3, 1e-3], "benchmark"):
+                local.stored = local.worker.packer.read(layer.experts[number], reader)
+        encoding = local.worker.encoder.encode(layer, number, local.stored, (1e-3,) * 3, "benchmark")
+        for _ in local.worker.packer.pack(encoding, "benchmark"):
             pass
         return sum(part.nbytes for part in local.stored.values())
 
@@ -126,16 +135,10 @@ def main() -> None:
         result: dict[str, Any] = {"question": __doc__.strip().splitlines()[0], "machine": common.machine(folder)}
         source = checkpoint(folder, "nvfp4", 128)
         result["conversion"] = convert_and_cp(source, folder / "out", options.runs)
-        layer = open_checkpoint(source).layers[3]
-        mxfp4 = open_checkpoint(checkpoint(folder, "mxfp4", 8)).layers[3]
-        experts = {
-            "nf3": layer.experts[layer.tail[0]],
-            "nvfp4": layer.experts[layer.kept[0]],
-            "mxfp4": mxfp4.experts[mxfp4.kept[0]],
-        }
+        plan, mxfp4 = plan_of(source), plan_of(checkpoint(folder, "mxfp4", 8))
         result["packers_gb_per_s"] = {
-            name: {"one_thread": our_rate(expert, 1), "two_threads": our_rate(expert, 2)}
-            for name, expert in experts.items()
+            name: {"one_thread": our_rate(of, tier, 1), "two_threads": our_rate(of, tier, 2)}
+            for name, of, tier in (("nf3", plan, "tail"), ("nvfp4", plan, "kept"), ("mxfp4", mxfp4, "kept"))
         }
         result["b12x_packers_gb_per_s"] = b12x_rates()
     ours, theirs = result["packers_gb_per_s"], result["b12x_packers_gb_per_s"]

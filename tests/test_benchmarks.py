@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import common, gptq, quantise
+from benchmarks import common, convert, gptq, quantise
+from hybrid_pack.synthetic import Spec, write_checkpoint
 
 
 @pytest.fixture
@@ -96,3 +97,11 @@ def test_each_kind_is_kept_as_it_is_measured(monkeypatch: pytest.MonkeyPatch) ->
     assert kept == list(range(1, 19))
     assert len(set(made)) == 9 and all(result["bytes_equal_cpu"].values())
     assert np.isfinite([rate["median"] for rate in result["weights_per_second"].values()]).all()
+
+
+def test_packers_are_called_as_they_are_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole benchmark takes minutes and gigabytes."""
+    monkeypatch.setattr(convert, "SECONDS", 0.01)
+    write_checkpoint(tmp_path, Spec(hidden=256, intermediate=256, num_experts=4, kept=2, vocab=8))
+    plan = convert.plan_of(tmp_path)
+    assert all(convert.our_rate(plan, tier, 2) > 0 for tier in ("kept", "tail"))
