@@ -189,17 +189,21 @@ class Encoder:
         largest = max(sizes)
         wanted = nvfp4_second_scale(largest)
         native = [each.second for each in given if each.matrix.native_to(one.target.name)]
-        if wanted >= NVFP4_SECOND_LIMIT:
+        if native:
+            second = native[0] * 2.0 ** math.ceil(math.log2(wanted / native[0]))
+        else:
+            channels = self._channels(one, name)
+            best = best_second_scale(np.concatenate(samples), largest, self._options.search, channels)
+            second = best if best < NVFP4_SECOND_LIMIT else wanted
+        if second >= NVFP4_SECOND_LIMIT:
             raise DataError(
                 f"{one.where}: weights too large for the kernel's NVFP4",
                 where=made[sizes.index(largest)].matrix.codes,
                 expected=f"a second-level scale below {NVFP4_SECOND_LIMIT:g}",
-                found=f"{wanted:g}, for a largest weight of {largest:g}",
+                found=f"{second:g}, for a largest weight of {largest:g}",
                 hint=f"{MXFP4_ADVICE} holds them" if largest < MXFP4_LIMIT else "no format of the kept tier holds them",
             )
-        if native:
-            return native[0] * 2.0 ** math.ceil(math.log2(wanted / native[0]))
-        return best_second_scale(np.concatenate(samples), largest, self._options.search, self._channels(one, name))
+        return second
 
     def _sample(self, one: _One, given: _Given) -> tuple[float, F32]:
         """A matrix's largest magnitude, and rows of it at equal distances."""
