@@ -32,7 +32,7 @@ for stage in ${@:-tests-moe tests-quantise tests-rest moe load quantise}; do
       run tests-moe $pytest -n "${TEST_PROCESSES:-6}" tests/runtime tests/gpu/test_gpu_moe*.py ${TESTS:-}
       ;;
     tests-quantise) run tests-quantise $pytest -n "${TEST_PROCESSES:-6}" $quantising ${TESTS:-} ;;
-    tests-rest) run tests-rest $pytest --ignore-glob='*/test_gpu_moe*' ${quantising//tests/--ignore=tests} tests/gpu ${TESTS:-} ;;
+    tests-rest) run tests-rest $pytest --ignore-glob='*/test_gpu_moe*' --ignore=tests/gpu/test_gpu_vllm.py ${quantising//tests/--ignore=tests} tests/gpu ${TESTS:-} ;;
     tp2) HYBRID_PACK_REQUIRE_GPUS=2 run tp2 $pytest tests/gpu/test_gpu_tp2.py ;;
     moe) run moe benchmarks.gpu_moe --out "$OUT/gpu_moe.json" ;;
     load) run load benchmarks.gpu_load --out "$OUT/gpu_load.json" ;;
